@@ -1,0 +1,166 @@
+"""The sweep directory: all that submit, run, members, engine and status share.
+
+    <root>/.jap/<job id>/<attempt>/manifest.json      written once
+                                   key                random, 0600: authenticates every process of the attempt
+                                   script             the user's batch script, verbatim
+                                   events/<writer>.jsonl   append-only, one file per writer
+                                   engine.log         what the engine step printed outside any member
+
+It may lie on NFS: no locks, no database, no rename of anything that is read meanwhile. A torn last line is ignored.
+Folders are 0700 and files 0600: events hold command lines. Liveness is a counter which the reader sees change
+(event kind ``alive``), never a clock of another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slurm_jap.sweep import Sweep
+
+JAP_DIR = ".jap"
+KEY_BYTES = 32
+RUN_WRITER = "run"
+
+
+def member_writer(index: int) -> str:
+    """Name of the event file that member ``index`` writes."""
+    return f"member_{index}"
+
+
+class EventWriter:
+    """Appends JSON lines to one file, each line in one write. A full or vanished disk never stops training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.failed: OSError | None = None
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append ``{"time": ..., "kind": kind, **fields}``; an I/O error is kept in ``failed``, not raised."""
+        if self._fd is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, default=str) + "\n"
+        try:
+            os.write(self._fd, line.encode())
+        except OSError as error:
+            self.failed = error
+
+    def close(self) -> None:
+        """Close the file; later writes are dropped."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of an event file; missing file: none; torn or foreign lines are skipped."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in data.split(b"\n")[:-1]:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "kind" in event:
+            yield event
+
+
+class SweepDir:
+    """One attempt's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def attempt_path(cls, root: Path, job_id: int, attempt: int) -> Path:
+        """Where an attempt lies under ``root`` (the folder that holds ``.jap``)."""
+        return root / JAP_DIR / str(job_id) / str(attempt)
+
+    @classmethod
+    def create(cls, path: Path) -> SweepDir:
+        """Make the folder and its key.
+
+        Raises:
+            OSError: it exists already, or cannot be made.
+        """
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+        (path / "events").mkdir(mode=0o700)
+        fd = os.open(path / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        return cls(path)
+
+    @property
+    def key_file(self) -> Path:
+        """The attempt's authentication key."""
+        return self.path / "key"
+
+    @property
+    def engine_log(self) -> Path:
+        """What the engine step printed outside any member."""
+        return self.path / "engine.log"
+
+    @property
+    def script(self) -> Path:
+        """The carried user script."""
+        return self.path / "script"
+
+    def write_script(self, text: bytes) -> Path:
+        """Store the user's script, executable by its owner alone."""
+        fd = os.open(self.script, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700)
+        with os.fdopen(fd, "wb") as file:
+            file.write(text)
+        return self.script
+
+    def write_manifest(self, sweep: Sweep) -> None:
+        """Write the manifest once, appearing whole or not at all."""
+        temporary = self.path / f".manifest.{os.getpid()}"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(sweep.to_json(), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, self.path / "manifest.json")
+
+    def read_manifest(self) -> Sweep:
+        """Read it back.
+
+        Raises:
+            FileNotFoundError: not written yet.
+            ValueError: not a manifest this version reads.
+        """
+        return Sweep.from_json(json.loads((self.path / "manifest.json").read_text()))
+
+    def events_file(self, writer: str) -> Path:
+        """The event file of one writer."""
+        return self.path / "events" / f"{writer}.jsonl"
+
+    def writer(self, name: str) -> EventWriter:
+        """Open the event file of one writer for appending."""
+        return EventWriter(self.events_file(name))
+
+    def events(self, writer: str) -> Iterator[dict[str, Any]]:
+        """The whole lines that one writer has written so far."""
+        return read_events(self.events_file(writer))
+
+
+def latest_attempt(root: Path, job_id: int) -> SweepDir | None:
+    """The newest attempt of a job under ``root`` that has a manifest, or None."""
+    folder = root / JAP_DIR / str(job_id)
+    try:
+        attempts = sorted((int(p.name) for p in folder.iterdir() if p.name.isdigit()), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    for attempt in attempts:
+        if (folder / str(attempt) / "manifest.json").exists():
+            return SweepDir(folder / str(attempt))
+    return None

@@ -1,0 +1,206 @@
+"""Frames and the handshake that jap-run, members and engines speak. No torch, and nothing is unpickled here.
+
+A frame is ``u32 header length | u32 buffer count | u64 length * count | header | buffers``. On the control connection
+(to jap-run) headers are JSON and there are no buffers; on data connections (see ``transport``) headers are pickles,
+which is why no frame is read before the handshake below has succeeded.
+
+Handshake, both sides knowing the attempt's random key:
+
+    server -> client   nonce_s
+    client -> server   nonce_c | HMAC(key, "client" | nonce_s | nonce_c)
+    server -> client   HMAC(key, "server" | nonce_c | nonce_s)
+
+Addresses are strings: ``unix:/path`` or ``tcp:host:port``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import platform
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from slurm_jap._version import __version__
+from slurm_jap.errors import EngineFault
+
+PROTOCOL = 1
+NONCE_BYTES = 32
+MAC_BYTES = hashlib.sha256().digest_size
+MAX_HEADER = 1 << 28
+HANDSHAKE_SECONDS = 30.0
+CONNECT_SECONDS = 30.0
+
+ENV_CONTROL = "JAP_CONTROL"
+"""Address of jap-run's control socket."""
+ENV_SWEEP_DIR = "JAP_SWEEP_DIR"
+"""The attempt's folder (key, manifest, events)."""
+ENV_MEMBER = "JAP_MEMBER"
+"""Array index of the member whose script runs."""
+ENV_JOB_ID = "JAP_JOB_ID"
+"""Job id that the other JAP_* variables belong to: a job submitted from inside a member inherits them, in vain."""
+ENV_NODE = "JAP_NODE"
+"""Name of the node a process was started on, as the launcher knows it: same name, unix sockets; else TCP."""
+ENV_SOCKET_DIR = "JAP_SOCKET_DIR"
+"""Node-local 0700 folder for unix sockets; unset: the process makes its own."""
+
+_PREFIX = struct.Struct("<II")
+
+
+class WireError(EngineFault):
+    """The peer is not one of this attempt's processes, speaks another protocol, or went away."""
+
+
+def mac(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    """The proof that ``role`` knows ``key``."""
+    return hmac.new(key, role + first + second, hashlib.sha256).digest()
+
+
+def fresh_nonce() -> bytes:
+    """Random bytes for one handshake."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def versions() -> dict[str, Any]:
+    """What must be equal on both sides of a data connection before anything is unpickled."""
+
+    def version_of(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "protocol": PROTOCOL,
+        "slurm_jap": __version__,
+        "python": platform.python_version(),
+        "torch": version_of("torch"),
+        "cloudpickle": version_of("cloudpickle"),
+    }
+
+
+def pack_frame(header: bytes, lengths: Sequence[int] = ()) -> bytes:
+    """The frame's bytes up to and including the header; the buffers follow as they are."""
+    return _PREFIX.pack(len(header), len(lengths)) + struct.pack(f"<{len(lengths)}Q", *lengths) + header
+
+
+def unpack_prefix(data: bytes) -> tuple[int, int]:
+    """Header length and buffer count of the first 8 bytes."""
+    length, count = _PREFIX.unpack(data)
+    if length > MAX_HEADER:
+        raise WireError(f"frame header of {length} bytes: the peer does not speak this protocol")
+    return length, count
+
+
+def pack_json(message: dict[str, Any]) -> bytes:
+    """A control frame."""
+    return pack_frame(json.dumps(message).encode())
+
+
+def recv_exactly(sock: socket.socket, count: int) -> bytes:
+    """Read ``count`` bytes from a blocking socket.
+
+    Raises:
+        WireError: the peer closed first, or the socket's own time-out passed.
+    """
+    chunks = bytearray()
+    while len(chunks) < count:
+        try:
+            chunk = sock.recv(count - len(chunks))
+        except TimeoutError:
+            raise WireError(f"no answer within {sock.gettimeout()} s") from None
+        except OSError as error:
+            raise WireError(f"connection lost: {error}") from None
+        if not chunk:
+            raise WireError("connection closed by the peer")
+        chunks += chunk
+    return bytes(chunks)
+
+
+def send_json(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Send one control frame on a blocking socket."""
+    try:
+        sock.sendall(pack_json(message))
+    except OSError as error:
+        raise WireError(f"connection lost: {error}") from None
+
+
+def recv_json(sock: socket.socket) -> dict[str, Any]:
+    """Receive one control frame from a blocking socket."""
+    length, count = unpack_prefix(recv_exactly(sock, _PREFIX.size))
+    if count:
+        raise WireError("a control frame carries no buffers")
+    message = json.loads(recv_exactly(sock, length))
+    if not isinstance(message, dict):
+        raise WireError("a control frame is a JSON object")
+    return message
+
+
+def client_handshake(sock: socket.socket, key: bytes) -> None:
+    """Prove the key to the server and have it proved; blocking.
+
+    Raises:
+        WireError: the peer does not know the key, or does not answer in time.
+    """
+    previous = sock.gettimeout()
+    sock.settimeout(HANDSHAKE_SECONDS)
+    theirs, ours = recv_exactly(sock, NONCE_BYTES), fresh_nonce()
+    sock.sendall(ours + mac(key, b"client", theirs, ours))
+    if not hmac.compare_digest(recv_exactly(sock, MAC_BYTES), mac(key, b"server", ours, theirs)):
+        raise WireError("the peer does not know this attempt's key")
+    sock.settimeout(previous)
+
+
+def server_handshake(sock: socket.socket, key: bytes) -> None:
+    """The server's half; blocking, same errors."""
+    previous = sock.gettimeout()
+    sock.settimeout(HANDSHAKE_SECONDS)
+    ours = fresh_nonce()
+    sock.sendall(ours)
+    answer = recv_exactly(sock, NONCE_BYTES + MAC_BYTES)
+    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, mac(key, b"client", ours, theirs)):
+        raise WireError("the peer does not know this attempt's key")
+    sock.sendall(mac(key, b"server", theirs, ours))
+    sock.settimeout(previous)
+
+
+def connect(address: str, key: bytes) -> socket.socket:
+    """Open an authenticated blocking connection.
+
+    Raises:
+        WireError: nobody listens there, or the handshake failed.
+    """
+    scheme, _, rest = address.partition(":")
+    try:
+        if scheme == "unix":
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(CONNECT_SECONDS)
+            sock.connect(rest)
+        elif scheme == "tcp":
+            host, _, port = rest.rpartition(":")
+            sock = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            raise WireError(f"address {address!r}: expected unix:PATH or tcp:HOST:PORT")
+    except OSError as error:
+        raise WireError(f"cannot connect to {address}: {error}") from None
+    try:
+        client_handshake(sock, key)
+    except (OSError, WireError):
+        sock.close()
+        raise
+    sock.settimeout(None)
+    return sock
+
+
+def read_key(sweep_dir: str) -> bytes:
+    """The attempt's key, from its 0600 file."""
+    with open(os.path.join(sweep_dir, "key"), "rb") as file:
+        return file.read()
