@@ -55,7 +55,7 @@ class Carried:
 
 
 def quote_for_bash(text: str) -> str:
-    """A double-quoted bash word for an absolute path without quotes, ``$``, backquotes, backslashes or control characters.
+    """A double-quoted bash word for an absolute path free of quotes, ``$``, backquotes, backslashes, control characters.
 
     Raises:
         ValueError: the path holds such a character.
