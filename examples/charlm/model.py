@@ -1,4 +1,4 @@
-"""A small causal transformer over characters, written as blocks: each takes the previous one's output and nothing else."""
+"""A small causal transformer over characters, made of blocks: each takes the one before's output and nothing else."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import slurm_jap as jap
 
 
 def load_text(limit: int) -> torch.Tensor:
-    """The first ``limit`` characters of the standard library's modules in alphabetical order, as ASCII codes (limit,)."""
+    """The first ``limit`` characters of the standard library's modules, by name, as ASCII codes (limit,)."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -28,11 +28,13 @@ def load_text(limit: int) -> torch.Tensor:
         if len(text) >= limit:
             break
     if len(text) < limit:
-        sys.exit(f"{folder} holds {len(text)} characters of Python source, {limit} are needed: try a smaller --characters")
+        sys.exit(f"{folder} holds {len(text)} characters of source, {limit} are needed: pass a smaller --characters")
     return torch.tensor(list(text[:limit]), dtype=torch.long)
 
 
-def sample(text: torch.Tensor, rows: int, context: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    text: torch.Tensor, rows: int, context: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random excerpts (rows, context) and the characters that follow each of theirs (rows, context)."""
     starts = torch.randint(len(text) - context, (rows, 1), generator=generator)
     positions = starts + torch.arange(context)

@@ -1,7 +1,7 @@
 """Train a small conv net on scikit-learn's 1,797 bundled images of handwritten digits.
 
-An ordinary training script: ``python train.py --lr 0.05 --dropout 0.1`` trains by itself, in this process. As a member of
-a sweep (``jap-submit sweep.sh``) it prints the same losses and saves the same parameters, trained by the engine.
+An ordinary training script: ``python train.py --lr 0.05 --dropout 0.1`` trains by itself, in this process. As a member
+of a sweep (``jap-submit sweep.sh``) it prints the same losses and saves the same parameters, trained by the engine.
 """
 
 from __future__ import annotations
