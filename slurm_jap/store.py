@@ -64,13 +64,37 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         data = path.read_bytes()
     except FileNotFoundError:
         return
+    yield from _whole_events(data)
+
+
+def _whole_events(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.split(b"\n")[:-1]:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and "kind" in event:
+        if isinstance(event, dict) and isinstance(event.get("kind"), str):
             yield event
+
+
+class EventReader:
+    """Reads one event file again and again, each time only what was appended since. Writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_events(self) -> Iterator[dict[str, Any]]:
+        """The whole lines that were not yet returned; missing file: none; torn or foreign lines are skipped."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        yield from _whole_events(data[:end])
 
 
 class SweepDir:
