@@ -26,6 +26,8 @@ from slurm_jap.sweep import Sweep
 JAP_DIR = ".jap"
 KEY_BYTES = 32
 RUN_WRITER = "run"
+BEAT_SECONDS = 10.0
+"""How often jap-run writes ``alive``."""
 
 
 def member_writer(index: int) -> str:
@@ -188,3 +190,32 @@ def latest_attempt(root: Path, job_id: int) -> SweepDir | None:
         if (folder / str(attempt) / "manifest.json").exists():
             return SweepDir(folder / str(attempt))
     return None
+
+
+def pointer_folder() -> Path:
+    """Where one small file per job id names the sweep's root, so that ``jap-status N`` works from any directory."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return base / "slurm-jap" / "sweeps"
+
+
+def write_pointer(root: Path, job_id: int) -> None:
+    """Remember that job ``job_id``'s sweep directory lies under ``root``; a convenience, so that errors are dropped."""
+    try:
+        folder = pointer_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = folder / f".{job_id}.{os.getpid()}"
+        temporary.write_bytes(os.fsencode(root.absolute()) + b"\n")
+        os.rename(temporary, folder / str(job_id))
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
+        return
+
+
+def read_pointer(job_id: int) -> Path | None:
+    """The root that :func:`write_pointer` last noted for this job id, or None."""
+    try:
+        line = (pointer_folder() / str(job_id)).read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    path = Path(os.fsdecode(line[:-1])) if line.endswith(b"\n") else None
+    return path if path is not None and path.is_absolute() else None
