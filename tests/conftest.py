@@ -1,0 +1,20 @@
+"""Settings of every test: a clean environment, and hypothesis without deadlines (no test asserts a time)."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("jap", deadline=None, max_examples=100)
+settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "jap")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Forget the job that the tests may run in: only a test's own SLURM_* and JAP_* variables count."""
+    for name in list(os.environ):
+        if re.match(r"SLURM|SBATCH_|SRUN_|SQUEUE_|SACCT_|JAP_(?!TEST_)", name):
+            del os.environ[name]
