@@ -164,7 +164,10 @@ class SweepDir:
             FileNotFoundError: not written yet.
             ValueError: not a manifest this version reads.
         """
-        return Sweep.from_json(json.loads((self.path / "manifest.json").read_text()))
+        try:
+            return Sweep.from_json(json.loads((self.path / "manifest.json").read_text()))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not a sweep's manifest: {error!r}") from None
 
     def events_file(self, writer: str) -> Path:
         """The event file of one writer."""
