@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from slurm_harness import SlurmCluster
@@ -28,3 +29,59 @@ def test_plain_array_gets_gpus_and_is_accounted(cluster: SlurmCluster, workdir: 
         row = rows[f"{job.id}_{index}"]
         assert row["ExitCode"] == f"{index}:0"
         assert "gres/gpu=2" in row["AllocTRES"]
+
+
+def test_step_beyond_its_memory_is_killed_alone(cluster: SlurmCluster, workdir: Path) -> None:
+    check_memory_kill(cluster, workdir)
+
+
+def test_fenced_step_beyond_its_memory_is_killed_alone(fenced_cluster: SlurmCluster, workdir: Path) -> None:
+    check_memory_kill(fenced_cluster, workdir)
+
+
+def check_memory_kill(cluster: SlurmCluster, workdir: Path) -> None:
+    (workdir / "eat.py").write_text(
+        "import time\nblocks = []\n"
+        "for _ in range(40):\n    blocks.append(bytearray(b'x' * (20 << 20)))\n    time.sleep(0.1)\n"
+    )
+    (workdir / "live.py").write_text(
+        "import os, time\nend = time.monotonic() + 60\n"
+        "while not os.path.exists('greedy_has_ended') and time.monotonic() < end:\n    time.sleep(0.1)\n"
+    )
+    script = workdir / "m.sh"
+    script.write_text(
+        f"""#!/bin/bash
+step() {{ name=$1; shift; srun --overlap -n1 -N1 --job-name=$name --cpu-bind=none "$@" ; }}
+step modest --mem=100 {cluster.python} live.py & modest=$!
+step greedy --mem=200 {cluster.python} eat.py & greedy=$!
+wait $greedy; echo greedy $?
+touch greedy_has_ended
+wait $modest; echo modest $?
+"""
+    )
+    job = cluster.sbatch("--mem=1000", "-o", "job.out", script, cwd=workdir)
+    assert job.wait() == 0
+    codes = dict(re.findall(r"^(greedy|modest) (\d+)$", (workdir / "job.out").read_text(), re.MULTILINE))
+    assert codes["modest"] == "0"
+    assert codes["greedy"] != "0"
+    steps = cluster.sacct_steps(job.id, "modest", "greedy")
+    assert steps["modest"]["State"] == "COMPLETED"
+    assert steps["greedy"]["State"].split()[0] in ("OUT_OF_MEMORY", "CANCELLED", "FAILED")
+
+
+def test_fence_hides_the_gpus_of_others(fenced_cluster: SlurmCluster, workdir: Path) -> None:
+    script = workdir / "g.sh"
+    script.write_text(
+        f"""#!/bin/bash
+for i in 0 1 2 3; do
+  # An absent driver answers ENXIO; the fence answers EPERM.
+  if head -c1 {fenced_cluster.base}/dev/gpu$i 2>&1 | grep -q 'not permitted'; then echo hidden; else echo open; fi
+done
+head -c1 /dev/zero >/dev/null && echo "null works"
+"""
+    )
+    job = fenced_cluster.sbatch("--gres=gpu:1", "-o", "job.out", script, cwd=workdir)
+    assert job.wait() == 0
+    *gpus, last = (workdir / "job.out").read_text().splitlines()
+    assert sorted(gpus) == ["hidden", "hidden", "hidden", "open"]
+    assert last == "null works"
