@@ -18,4 +18,4 @@ DROPOUT=${DROPOUT_RATES[SLURM_ARRAY_TASK_ID % 2]}
 # Sums over one and over two threads differ in their last bits: train with the same number everywhere.
 export OMP_NUM_THREADS=1
 
-python train.py --lr "$LR" --weight-decay "$WEIGHT_DECAY" --dropout "$DROPOUT" "$@"
+python train.py --lr "$LR" --weight-decay "$WEIGHT_DECAY" --dropout "$DROPOUT" --save "charlm_$SLURM_ARRAY_TASK_ID.pt" "$@"
