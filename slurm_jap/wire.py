@@ -10,7 +10,8 @@ Handshake, both sides knowing the attempt's random key:
     client -> server   nonce_c | HMAC(key, "client" | nonce_s | nonce_c)
     server -> client   HMAC(key, "server" | nonce_c | nonce_s)
 
-Addresses are strings: ``unix:/path`` or ``tcp:host:port``.
+Addresses are strings: ``unix:/path`` or ``tcp:host:port``; where one process can be reached in several ways, several
+with commas between them, which :func:`connect` tries in turn.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HANDSHAKE_SECONDS = 30.0
 CONNECT_SECONDS = 30.0
 
 ENV_CONTROL = "JAP_CONTROL"
-"""Address of jap-run's control socket."""
+"""Addresses of jap-run's control socket, with commas between them."""
 ENV_SWEEP_DIR = "JAP_SWEEP_DIR"
 """The attempt's folder (key, manifest, events)."""
 ENV_MEMBER = "JAP_MEMBER"
@@ -172,11 +173,21 @@ def server_handshake(sock: socket.socket, key: bytes) -> None:
 
 
 def connect(address: str, key: bytes) -> socket.socket:
-    """Open an authenticated blocking connection.
+    """Open an authenticated blocking connection to the first of the ``address``es that answers.
 
     Raises:
-        WireError: nobody listens there, or the handshake failed.
+        WireError: nobody listens there, or the handshake failed; the message names every address.
     """
+    failures = []
+    for one in address.split(","):
+        try:
+            return _connect(one, key)
+        except WireError as error:
+            failures.append(str(error))
+    raise WireError("; ".join(failures))
+
+
+def _connect(address: str, key: bytes) -> socket.socket:
     scheme, _, rest = address.partition(":")
     try:
         if scheme == "unix":

@@ -1,0 +1,321 @@
+"""The life of one attempt: members are admitted a few at a time, the engine is started when the first one joins, a
+fault reaches everybody with its one cause, and the sweep's code is the highest member code. Torch-free.
+
+    member script ends  -> member_ended event, one printed line
+    member joins        -> the engine starts (once); then ``group``, or ``refused``
+    engine fails        -> ``fault`` to every member that joined, ``refused`` to every one that still comes
+    all members ended   -> ``stop`` to the agents, the engine ends with 0
+    stop(reason)        -> nothing new starts; what runs gets ``END_SECONDS`` to end, then is killed
+
+docs/design.md "Control connection" is the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurm_jap import store, wire
+from slurm_jap.control import ControlServer, Peer
+from slurm_jap.engine_set import EngineSet
+from slurm_jap.launch import Ended, Launcher, Started
+from slurm_jap.store import SweepDir
+from slurm_jap.sweep import Member, MemberState, Sweep
+
+STARTING_SECONDS = 20.0
+"""A member that has not joined after this long no longer holds back the next one's start."""
+ENGINE_SECONDS = 300.0
+"""The engine set must be ready this long after its start (JAP_ENGINE_TIMEOUT)."""
+END_SECONDS = 30.0
+"""After ``stop(reason)``, what still runs is killed: Slurm's default KillWait."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Joined:
+    """A member that has joined and not left."""
+
+    peer: Peer
+    told: bool = False
+    """Whether it has its group."""
+
+
+class Coordinator:
+    """Runs one attempt; see the module's text. All of it lives in one event loop."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        folder: SweepDir,
+        launcher: Launcher,
+        *,
+        arrays: Mapping[int, Mapping[str, str]],
+        say: Callable[[str], None],
+        done: Mapping[int, Ended] | None = None,
+        tcp_hosts: Sequence[str] = (),
+        starting_at_once: int | None = None,
+        engine_seconds: float = ENGINE_SECONDS,
+        end_seconds: float = END_SECONDS,
+    ) -> None:
+        """
+        Args:
+            arrays: the SLURM_ARRAY_* variables of each member.
+            say: prints one line into the job's own output.
+            done: members that are not run again, and how they ended.
+            tcp_hosts: names of this node that others can connect to; empty: unix sockets only.
+            starting_at_once: members that may be starting at a time; default: the CPUs, at least two.
+            end_seconds: after ``stop``, what still runs is killed.
+        """
+        self._sweep, self._folder, self._launcher, self._arrays, self._say = sweep, folder, launcher, arrays, say
+        self._done = dict(done or {})
+        self._tcp_hosts = list(tcp_hosts)
+        cpus = sum(node.cpus for node in launcher.nodes)
+        self._starting = asyncio.Semaphore(starting_at_once or max(2, cpus))
+        self._room = asyncio.Semaphore(sweep.throttle or max(1, len(sweep.members)))
+        self._engine_seconds, self._end_seconds = engine_seconds, end_seconds
+        self._events = folder.writer(store.RUN_WRITER)
+        self._server = ControlServer(wire.read_key(str(folder.path)), self._serve)
+        self._environment: dict[str, str] = {}
+        self._joined: dict[int, _Joined] = {}
+        self._has_joined: dict[int, asyncio.Event] = {m.index: asyncio.Event() for m in sweep.members}
+        self._first_join: dict[str, Any] | None = None
+        self._engine: EngineSet | None = None
+        self._stopping = asyncio.Event()
+        self._stop_reason = ""
+        self._running: dict[int, Started] = {}
+
+    def stop(self, reason: str) -> None:
+        """End the sweep early: nothing new starts, what runs has ``end_seconds`` left. Call from the event loop."""
+        if not self._stopping.is_set():
+            self._stop_reason = reason
+            self._say(f"ending: {reason}")
+            self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopping.is_set()
+
+    async def run(self) -> int:
+        """Run every member that is not done; return the highest member code."""
+        sockets = Path(tempfile.mkdtemp(prefix="jap-"))
+        helpers: list[asyncio.Task[None]] = []
+        code = 1
+        try:
+            self._environment = await self._listen(sockets)
+            self._events.write("sweep_started", node=self._launcher.nodes[0].name)
+            helpers += [asyncio.create_task(self._beat()), asyncio.create_task(self._end_early())]
+            codes = await asyncio.gather(*(self._member(m) for m in self._sweep.members))
+            code = max(codes, default=0)
+        finally:
+            await self._kill_members()
+            if self._engine is not None:
+                await self._engine.stop()
+            for helper in helpers:
+                helper.cancel()
+            await self._server.close()
+            self._events.write("sweep_ended", code=code)
+            self._events.close()
+            shutil.rmtree(sockets, ignore_errors=True)
+        return code
+
+    async def _listen(self, sockets: Path) -> dict[str, str]:
+        addresses = [await self._server.listen_unix(sockets / "run")]
+        environment = {
+            wire.ENV_SWEEP_DIR: str(self._folder.path),
+            wire.ENV_JOB_ID: str(self._sweep.job_id),
+        }
+        if self._tcp_hosts:
+            port = await self._server.listen_tcp()
+            addresses += [f"tcp:{host}:{port}" for host in self._tcp_hosts]
+        else:  # one node: everybody can use the folder
+            environment[wire.ENV_SOCKET_DIR] = str(sockets)
+        environment[wire.ENV_CONTROL] = ",".join(addresses)
+        return environment
+
+    async def _beat(self) -> None:
+        beat = 0
+        while True:
+            await asyncio.sleep(store.BEAT_SECONDS)
+            beat += 1
+            self._events.write("alive", beat=beat)
+
+    # --- members ---------------------------------------------------------------------------------------------
+
+    async def _member(self, member: Member) -> int:
+        if member.index in self._done:
+            return self._ended(member, self._done[member.index], quiet=True)
+        async with self._room:
+            await self._starting.acquire()
+            admitted = asyncio.create_task(self._let_next_start(member))
+            try:
+                if self.stopping:
+                    return self._ended(member, self._not_started(), quiet=True)
+                try:
+                    started = await self._launcher.start_member(member, self._member_environment(member))
+                except OSError as error:
+                    reason = f"could not start: {error}"
+                    return self._ended(member, Ended(code=1, state=MemberState.FAILED, reason=reason))
+                node = self._launcher.node_of(member)
+                self._events.write("member_started", member=member.index, node=node, pid=started.pid)
+                self._running[member.index] = started
+                try:
+                    return self._ended(member, await started.wait())
+                finally:
+                    del self._running[member.index]
+            finally:
+                admitted.cancel()
+
+    def _member_environment(self, member: Member) -> dict[str, str]:
+        return {
+            **self._environment,
+            **self._arrays[member.index],
+            wire.ENV_MEMBER: str(member.index),
+            wire.ENV_NODE: self._launcher.node_of(member),
+        }
+
+    async def _let_next_start(self, member: Member) -> None:
+        """Give the place among the starting members back once this one has joined, ended, or taken its time."""
+        try:
+            await asyncio.wait_for(self._has_joined[member.index].wait(), STARTING_SECONDS)
+        except (TimeoutError, asyncio.TimeoutError):
+            pass
+        finally:
+            self._starting.release()
+
+    def _not_started(self) -> Ended:
+        return Ended(code=128 + 15, state=MemberState.CANCELLED, reason=f"not started: {self._stop_reason}")
+
+    def _ended(self, member: Member, ended: Ended, quiet: bool = False) -> int:
+        self._events.write(
+            "member_ended", member=member.index, code=ended.code, state=ended.state.value, reason=ended.reason
+        )
+        if not quiet:
+            why = f": {ended.reason}" if ended.reason else ""
+            self._say(f"member {member.index} ended with code {ended.code} ({ended.state.value}){why}")
+        return ended.code
+
+    async def _end_early(self) -> None:
+        """After ``stop``: when the time is over, kill what still runs."""
+        await self._stopping.wait()
+        await asyncio.sleep(self._end_seconds)
+        await self._kill_members()
+
+    async def _kill_members(self) -> None:
+        await asyncio.gather(*(started.kill() for started in list(self._running.values())))
+
+    # --- the control connection ------------------------------------------------------------------------------
+
+    async def _serve(self, peer: Peer) -> None:
+        message = await asyncio.wait_for(peer.receive(), wire.HANDSHAKE_SECONDS)
+        kind = message.get("kind")
+        try:
+            if kind == "join":
+                await self._serve_member(peer, message)
+            elif kind == "node" and self._engine is not None:
+                await self._engine.serve_agent(peer, message)
+            elif kind == "engine" and self._engine is not None:
+                await self._engine.serve_engine(peer, message)
+        except (KeyError, TypeError, ValueError) as error:
+            raise wire.WireError(f"message {kind!r} that does not follow the protocol: {error!r}") from None
+
+    async def _serve_member(self, peer: Peer, join: dict[str, Any]) -> None:
+        index = int(join["member"])
+        reason = self._refusal(index, join)
+        if reason is not None:
+            self._say(f"member {index} refused: {reason}")
+            peer.send({"kind": "refused", "reason": reason})
+            with contextlib.suppress(wire.WireError):
+                await asyncio.wait_for(peer.receive(), wire.HANDSHAKE_SECONDS)
+            return
+        self._joined[index] = joined = _Joined(peer)
+        self._has_joined[index].set()
+        try:
+            if self._engine is None:
+                self._engine = self._start_engine(join)
+                self._first_join = {k: v for k, v in join.items() if k != "environment"}
+            self._tell_group(index)
+            while True:
+                await peer.receive()
+        finally:
+            if self._joined.get(index) is joined:
+                del self._joined[index]
+
+    def _refusal(self, index: int, join: dict[str, Any]) -> str | None:
+        """Why this member cannot join, or None; each reason says what to type next."""
+        if index not in self._has_joined:
+            return f"the sweep has no member {index}"
+        if index in self._joined:
+            return (
+                f"prepare was called twice, or in two processes, of member {index} (process {join.get('pid')} is the "
+                "second): call prepare once, in one process"
+            )
+        theirs = dict(join["versions"])
+        if theirs.get("protocol") != wire.PROTOCOL:
+            return (
+                f"member {index} has slurm_jap {theirs.get('slurm_jap')}, jap-run has {wire.versions()['slurm_jap']}: "
+                "install one version in both"
+            )
+        stages, blocks = self._sweep.stages, join.get("blocks")
+        if blocks is not None and blocks < stages:
+            return (
+                f"#JAP --stages={stages}: the model of member {index} has {blocks} block{'s' * (blocks != 1)}; "
+                f"type --jap-stages={max(1, blocks)}{' or fewer' * (blocks > 1)}"
+            )
+        first = self._first_join
+        if first is not None:
+            if join["executable"] != first["executable"]:
+                return (
+                    f"member {index} runs {join['executable']}, member {first['member']} runs {first['executable']}: "
+                    "use one interpreter for all members"
+                )
+            for name, version in dict(first["versions"]).items():
+                if theirs.get(name) != version:
+                    return (
+                        f"member {index} has {name} {theirs.get(name)}, member {first['member']} has {version}: "
+                        "use one environment for all members"
+                    )
+        if self._engine is not None and self._engine.fault is not None:
+            return self._engine.fault
+        return None
+
+    def _tell_group(self, index: int) -> None:
+        """Send the member its group if the engines are ready."""
+        joined, engine = self._joined.get(index), self._engine
+        if joined is None or joined.told or engine is None or not engine.ready:
+            return
+        group = self._sweep.group_of(index)
+        joined.told = True
+        joined.peer.send(
+            {"kind": "group", "group": group, "stages": self._sweep.stages, "engines": engine.engines_of(group)}
+        )
+
+    # --- the engine set --------------------------------------------------------------------------------------
+
+    def _start_engine(self, join: dict[str, Any]) -> EngineSet:
+        self._say(f"starting the engine: {self._sweep.stages} stage(s) x {self._sweep.groups} group(s)")
+        return EngineSet(
+            self._sweep,
+            self._launcher,
+            join,
+            self._environment,
+            self._events,
+            self._folder.engine_log,
+            seconds=self._engine_seconds,
+            on_ready=self._engine_ready,
+            on_fault=self._engine_failed,
+        )
+
+    def _engine_ready(self) -> None:
+        for index in list(self._joined):
+            self._tell_group(index)
+
+    def _engine_failed(self, reason: str) -> None:
+        self._say(f"engine: {reason}")
+        for joined in self._joined.values():
+            joined.peer.send({"kind": "fault", "reason": reason})
