@@ -1,0 +1,674 @@
+"""What a member script uses: ``prepare``, ``Trainer``, ``StepResult``, ``report``.
+
+``prepare`` takes the model, optimizer and loss over. From then on they live with the trainer -- in this process, or
+in the engine of the sweep that this process is a member of -- and the script's own copies hold nothing: parameters are
+meta tensors, and what would read or change them names the Trainer's call instead. Both kinds of trainer behave alike,
+to the bit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import math
+import numbers
+import sys
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slurm_jap import blocks as blocks_module
+from slurm_jap import guards, membership, microbatch, shipping, trees
+from slurm_jap.backend import Backend, BatchResult, EvaluateOrder, LocalBackend, Pending
+from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
+from slurm_jap.shipment import OptimizerParts, make_shipment, named_parameters, take_apart
+from slurm_jap.stage import StepOrder
+from slurm_jap.switches import Switches
+
+RUN_AHEAD = 2
+"""Batches that ``step`` may be ahead of the last known loss, so that a pipeline is never short of work."""
+
+
+class StepResult:
+    """The outcome of one ``Trainer.step``; reading it waits for it."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    @property
+    def loss(self) -> Tensor:
+        """0-d CPU tensor: the batch's mean loss, before the step."""
+        result: BatchResult = self._pending.wait()["result"]
+        return result.loss
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What ``Loss.metrics`` summed, divided by the batch's count."""
+        result: BatchResult = self._pending.wait()["result"]
+        return result.metrics
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """0-d CPU tensor: gradient norm before clipping; None without ``clip_grad_norm`` or while accumulating."""
+        norm: Tensor | None = self._pending.wait().get("norm")
+        return norm
+
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss.item():.6g})" if self._pending.done else "StepResult(pending)"
+
+
+@dataclasses.dataclass(slots=True)
+class _Model:
+    """The model as it was when ``prepare`` took it, until the first batch has told how to take it apart."""
+
+    model: nn.Module
+    blocks: list[blocks_module.Block]
+    loss_fn: Callable[..., Any]
+    after_step: Callable[..., Any] | None
+    optimizer: OptimizerParts
+
+
+class Trainer:
+    """Trains one model; made by :func:`prepare`."""
+
+    def __init__(
+        self,
+        taken: _Model,
+        user_model: nn.Module,
+        user_optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        *,
+        microbatches: int,
+        accumulate: int,
+        clip_norm: tuple[float, float] | None,
+        clip_value: float | None,
+        autocast: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self._taken: _Model | None = taken
+        self._user_model = user_model
+        self._user_optimizer = user_optimizer
+        self._user_modules = list(user_model.modules())
+        self._trainable_of: list[Tensor] = []
+        self._state_names = list(taken.model.state_dict().keys())
+        self._aliases = _state_aliases(taken.model)
+        self._group_sizes = [len(group["params"]) for group in user_optimizer.param_groups]
+        self._group_names = taken.optimizer.members
+        self._backend = backend
+        self._microbatches = microbatches
+        self._accumulate = accumulate
+        self._clip_norm, self._clip_value, self._autocast = clip_norm, clip_value, autocast
+        self._device = device
+        self._seed = torch.initial_seed()
+        self._batches = 0
+        self._evaluations = 0
+        self._metrics = 0
+        self._ahead: deque[Pending] = deque()
+        self._closed = False
+        self._progress = membership.Progress(accumulate)
+        self._registered: dict[str, Any] = {}
+
+    def _bind(self, parameters: list[Tensor]) -> None:
+        """Take the script's own, now hollow parameters: their ``requires_grad`` is the user's word."""
+        self._trainable_of = parameters
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps asked for so far."""
+        return self._batches // self._accumulate
+
+    def step(self, *inputs: Any, target: Any = None, **named_inputs: Any) -> StepResult:
+        """Train on one batch: forward, backward, clip, optimizer step, gradients cleared.
+
+        Args:
+            inputs, named_inputs: what ``model(...)`` takes; trees whose tensors have one row per sample in dimension 0.
+            target: what ``loss_fn(output, target)`` gets; split by row alike.
+
+        Returns:
+            The result, which need not be computed yet.
+
+        Raises:
+            UsageError: a batch that cannot be split; on the first batch also a model that is not its blocks.
+            EngineFault: the engine is gone; the message tells the one cause.
+            BaseException: what the model, loss or optimizer raised, the remote traceback as its cause.
+        """
+        self._check_open()
+        sizes, micro_inputs, micro_targets = self._split(inputs, named_inputs, target)
+        self._open(micro_inputs[0], micro_targets[0], sizes[0])
+        self._check_groups()
+        while len(self._ahead) >= RUN_AHEAD:
+            self._ahead.popleft().wait()
+        order = StepOrder(
+            iteration=self._batches,
+            sizes=tuple(sizes),
+            apply=(self._batches + 1) % self._accumulate == 0,
+            step=self._batches // self._accumulate,
+            modes=tuple([module.training for module in self._user_modules]),
+            trainable=tuple([parameter.requires_grad for parameter in self._trainable_of]),
+            groups=guards.group_values(self._user_optimizer),
+        )
+        pending = self._backend.step(order, Switches.current(), micro_inputs, micro_targets)
+        self._batches += 1
+        self._user_optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        pending.when_done(functools.partial(self._progress.note, self._batches))
+        self._ahead.append(pending)
+        return StepResult(pending)
+
+    def _split(
+        self, inputs: tuple[Any, ...], named: dict[str, Any], target: Any
+    ) -> tuple[list[int], list[Any], list[Any]]:
+        if not inputs and not named:
+            raise UsageError("step(): no inputs; pass what model(...) takes, e.g. trainer.step(x, target=y)")
+        parts = [(f"inputs[{i}]", value) for i, value in enumerate(inputs)] + list(named.items())
+        rows = trees.row_count([*parts, ("target", target)])
+        if rows == 0:
+            raise UsageError("step(): the batch has 0 rows; skip empty batches, or use drop_last=True")
+        sizes = trees.microbatch_sizes(rows, self._microbatches)
+        pieces = {name: trees.split_rows(name, value, sizes) for name, value in parts}
+        micro_inputs = [
+            (
+                tuple(pieces[f"inputs[{i}]"][m] for i in range(len(inputs))),
+                {name: pieces[name][m] for name in named},
+            )
+            for m in range(len(sizes))
+        ]
+        return sizes, micro_inputs, trees.split_rows("target", target, sizes)
+
+    def _open(self, first_inputs: Any, first_target: Any, rows: int, *, with_loss: bool = True) -> None:
+        """Check and take the model apart on the first batch, and send it to where it is computed."""
+        taken = self._taken
+        if taken is None:
+            return
+        args, kwargs = first_inputs
+        output, profiles = blocks_module.check_and_profile(
+            taken.model, taken.blocks, args, kwargs, self._autocast, self._device
+        )
+        deferred = self._accumulate > 1
+        if with_loss:
+            deferred = self._look_at_loss(taken, output, first_target, rows) or deferred
+        parameters = named_parameters(taken.model, taken.loss_fn)
+        shipment = make_shipment(
+            model=taken.model,
+            blocks=taken.blocks,
+            loss_fn=taken.loss_fn,
+            optimizer=taken.optimizer,
+            after_step=taken.after_step,
+            profiles=profiles,
+            parameters=parameters,
+            buffers=dict(taken.model.named_buffers()),
+            settings={
+                "seed": self._seed,
+                "accumulate": self._accumulate,
+                "clip_norm": None if self._clip_norm is None else self._clip_norm[0],
+                "clip_norm_type": 2.0 if self._clip_norm is None else self._clip_norm[1],
+                "clip_value": self._clip_value,
+                "autocast": self._autocast,
+                "deferred": deferred,
+            },
+        )
+        self._backend.start(shipment)
+        self._taken = None
+
+    def _look_at_loss(self, taken: _Model, output: Any, target: Any, rows: int) -> bool:
+        """Whether gradients must be divided late; refuses a sum that would be taken for a mean."""
+        with torch.no_grad():
+            result = taken.loss_fn(output, target)
+        if isinstance(result, microbatch.Loss):
+            return self._microbatches > 1
+        microbatch.check_scalar(result)
+        plain = isinstance(taken.loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or hasattr(taken.loss_fn, "reduction")
+        if rows >= 2 and self._microbatches > 1 and not plain:
+            sizes = [rows - rows // 2, rows // 2]
+            try:
+                kind = microbatch.whole_batch_kind(
+                    taken.loss_fn, output, target, rows, lambda tree: trees.split_rows("output", tree, sizes)
+                )
+            except UsageError:
+                return False  # what cannot be halved by row cannot be judged here
+            if kind == "sum":
+                raise UsageError(
+                    "loss_fn returns a sum over rows, and a tensor is taken for their mean; return "
+                    "slurm_jap.Loss(sum, count), or the mean"
+                )
+            if kind == "other":
+                warnings.warn(
+                    "jap: loss_fn is not a mean over rows: its value over a batch is not the mean of its "
+                    "micro-batches; use microbatches=1, or return slurm_jap.Loss(sum, count)",
+                    stacklevel=4,
+                )
+        return False
+
+    def _check_groups(self) -> None:
+        if [len(group["params"]) for group in self._user_optimizer.param_groups] != self._group_sizes:
+            raise UsageError(
+                "the optimizer's groups gained or lost parameters after prepare; add them before prepare, and freeze "
+                "or unfreeze them with requires_grad_()"
+            )
+
+    # --- without training -------------------------------------------------------------------------------------------
+
+    def evaluate(self, loader: Iterable[Any], metric_fn: Callable[..., Any]) -> dict[str, float]:
+        """Run a loader's batches in eval mode and average a metric over them; training modes are left as they are.
+
+        Args:
+            loader: yields ``(input, target)`` or ``(*inputs, target)``.
+            metric_fn: ``metric_fn(output, target)`` runs where the last stage is and returns ``{name: (sum, count)}``
+                or ``{name: mean over the rows}``.
+
+        Returns:
+            ``{name: mean}``.
+        """
+        self._check_open()
+        self._metrics += 1
+        announced = False
+        waiting: deque[Pending] = deque()
+        totals: dict[str, tuple[float, float]] = {}
+
+        def collect(pending: Pending) -> None:
+            for sums in pending.wait()["outputs"]:
+                for name, (total, count) in sums.items():
+                    before = totals.get(name, (0.0, 0.0))
+                    totals[name] = (before[0] + total, before[1] + count)
+
+        for batch in loader:
+            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+                raise UsageError(
+                    f"evaluate: the loader gave a {type(batch).__name__}; it must give (input, target) or "
+                    "(*inputs, target)"
+                )
+            *inputs, target = batch
+            sizes, micro_inputs, micro_targets = self._split(tuple(inputs), {}, target)
+            self._open(micro_inputs[0], micro_targets[0], sizes[0])
+            if not announced:
+                self._backend.set_metric(self._metrics, metric_fn)
+                announced = True
+            while len(waiting) >= 2 * RUN_AHEAD:
+                collect(waiting.popleft())
+            modes = (False,) * len(self._user_modules)
+            waiting.append(self._evaluate(sizes, micro_inputs, micro_targets, modes, self._metrics))
+        while waiting:
+            collect(waiting.popleft())
+        return microbatch.means(totals)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """``model(*inputs)`` without gradients, in the model's current train or eval mode; the output on the CPU."""
+        self._check_open()
+        sizes, micro_inputs, _ = self._split(inputs, named_inputs, None)
+        self._open(micro_inputs[0], None, sizes[0], with_loss=False)
+        modes = tuple([module.training for module in self._user_modules])
+        pending = self._evaluate(sizes, micro_inputs, [None] * len(sizes), modes, None)
+        return _join_rows(pending.wait()["outputs"], sizes)
+
+    def _evaluate(
+        self,
+        sizes: list[int],
+        inputs: list[Any],
+        targets: list[Any],
+        modes: tuple[bool, ...],
+        metric: int | None,
+    ) -> Pending:
+        order = EvaluateOrder(iteration=self._evaluations, sizes=tuple(sizes), modes=modes, metric=metric)
+        self._evaluations += 1
+        return self._backend.evaluate(order, Switches.current(), inputs, targets)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model after the last step asked for, as ``model.state_dict()`` would give it: CPU tensors."""
+        self._check_open()
+        if self._taken is not None:
+            return {k: v.detach().to("cpu", copy=True) for k, v in self._taken.model.state_dict().items()}
+        values = self._backend.pull("model")
+        return {name: values[self._aliases.get(name, name)] for name in self._state_names}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters and buffers with a state of the whole model.
+
+        Raises:
+            UsageError: a name is missing or unknown, or a shape differs; nothing is changed.
+        """
+        self._check_open()
+        missing = [name for name in self._state_names if name not in state]
+        unknown = [name for name in state if name not in set(self._state_names)]
+        if missing or unknown:
+            raise UsageError(
+                f"load_state_dict: missing {missing[:3]}, unknown {unknown[:3]}; load a state of the same model"
+            )
+        if self._taken is not None:
+            try:
+                self._taken.model.load_state_dict(state)
+            except RuntimeError as error:
+                raise UsageError(f"load_state_dict: {error}") from None
+            return
+        current = self._backend.pull("model")
+        values = {}
+        for name in self._state_names:
+            place = self._aliases.get(name, name)
+            if current[place].shape != state[name].shape:
+                raise UsageError(
+                    f"load_state_dict: {name} has shape {tuple(state[name].shape)}, the model's is "
+                    f"{tuple(current[place].shape)}; load a state of the same model"
+                )
+            values[place] = state[name].detach().to("cpu")
+        self._backend.load("model", values)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, indexed as ``optimizer.state_dict()`` of the whole model would be."""
+        self._check_open()
+        by_name = self._taken.optimizer.state if self._taken is not None else self._backend.pull("optimizer")
+        numbers_of = {name: i for i, name in enumerate(n for group in self._group_names for n in group)}
+        groups = []
+        for values, names in zip(guards.group_values(self._user_optimizer), self._group_names, strict=True):
+            groups.append({**values, "params": [numbers_of[name] for name in names]})
+        state = {numbers_of[name]: values for name, values in by_name.items()}
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`optimizer_state_dict`; also takes ``optimizer.state_dict()`` of the same model alone.
+
+        Raises:
+            UsageError: the groups do not match.
+        """
+        self._check_open()
+        names = [name for group in self._group_names for name in group]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if saved != self._group_sizes:
+            raise UsageError(
+                f"load_optimizer_state_dict: groups of {saved} parameters, the optimizer has {self._group_sizes}; load "
+                "a state of the same optimizer"
+            )
+        for group, values in zip(self._user_optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in values.items() if key not in ("params", "param_names")})
+        by_name = {names[number]: dict(values) for number, values in state["state"].items()}
+        if self._taken is not None:
+            self._taken.optimizer.state = by_name
+        else:
+            self._backend.load("optimizer", by_name)
+
+    def after_step_state(self) -> dict[str, Any]:
+        """What ``after_step`` returned last, from all stages; it should return ``{parameter name: tensor}``."""
+        self._check_open()
+        return {} if self._taken is not None else self._backend.pull("after_step")
+
+    def register(self, *, scheduler: Any = None, loader: Any = None) -> None:
+        """Name what :meth:`save` and :meth:`resume` shall cover besides model and optimizer.
+
+        Args:
+            scheduler, loader: anything with ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            UsageError: it has no such methods.
+        """
+        for name, value in (("scheduler", scheduler), ("loader", loader)):
+            if value is None:
+                continue
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise UsageError(
+                    f"register({name}=...): a {type(value).__name__} has no state_dict and load_state_dict; "
+                    "wrap it in an object that has"
+                )
+            self._registered[name] = value
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint of everything that training needs, whole or not at all.
+
+        ``torch.load(path, weights_only=True)`` reads it without this package: keys ``model``, ``optimizer``,
+        ``registered``, ``batches``, ``evaluations``, ``seed``, ``draws``.
+        """
+        from slurm_jap import checkpoint
+
+        checkpoint.write(
+            path,
+            {
+                "model": self.state_dict(),
+                "optimizer": self.optimizer_state_dict(),
+                "registered": {name: value.state_dict() for name, value in self._registered.items()},
+                "batches": self._batches,
+                "evaluations": self._evaluations,
+                "seed": self._seed,
+                "draws": checkpoint.generator_states(),
+            },
+        )
+
+    def resume(self, path: str) -> bool:
+        """Go on from a checkpoint that :meth:`save` wrote; False where there is none yet."""
+        from slurm_jap import checkpoint
+
+        saved = checkpoint.read(path)
+        if saved is None:
+            return False
+        self.load_state_dict(saved["model"])
+        self.load_optimizer_state_dict(saved["optimizer"])
+        for name, value in self._registered.items():
+            if name in saved["registered"]:
+                value.load_state_dict(saved["registered"][name])
+        self._batches, self._evaluations = saved["batches"], saved["evaluations"]
+        self._seed = saved["seed"]
+        checkpoint.set_generator_states(saved["draws"])
+        return True
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what was asked for, then leave the engine and free the model. Further calls do nothing."""
+        if self._closed:
+            return
+        try:
+            while self._ahead:
+                self._ahead.popleft().wait()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leave at once."""
+        if not self._closed:
+            self._closed = True
+            self._progress.left(self.steps)
+            self._backend.close()
+            _release(self)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this trainer is closed; call slurm_jap.prepare with a new model and optimizer")
+
+
+def _join_rows(outputs: list[Any], sizes: Sequence[int]) -> Any:
+    if len(outputs) == 1:
+        return outputs[0]
+    columns = [[leaf for _, leaf in trees.leaves(output)] for output in outputs]
+    joined = []
+    for leaves in zip(*columns, strict=True):
+        by_row = all(
+            isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == n for t, n in zip(leaves, sizes, strict=True)
+        )
+        joined.append(torch.cat(leaves) if by_row else leaves[0])
+    values = iter(joined)
+    return trees.tree_map(lambda leaf, path: next(values), outputs[0])
+
+
+def _state_aliases(model: nn.Module) -> dict[str, str]:
+    """Names in ``state_dict`` that are another name's tensor -> the name under which the stages know it."""
+    first: dict[int, str] = {id(p): n for n, p in model.named_parameters()}
+    first.update({id(b): n for n, b in model.named_buffers()})
+    names: dict[str, str] = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        if first[id(tensor)] != name:
+            names[name] = first[id(tensor)]
+    return names
+
+
+# --- prepare ---------------------------------------------------------------------------------------------------------
+
+_open_trainer: weakref.ref[Trainer] | None = None
+
+
+def _release(trainer: Trainer) -> None:
+    global _open_trainer
+    if _open_trainer is not None and _open_trainer() is trainer:
+        _open_trainer = None
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    microbatches: int,
+    blocks: Sequence[Callable[..., Any]] | None = None,
+    accumulate: int = 1,
+    clip_grad_norm: float | tuple[float, float] | None = None,
+    clip_grad_value: float | None = None,
+    autocast: torch.dtype | None = None,
+    after_step: Callable[[dict[str, nn.Parameter], int], Any] | None = None,
+) -> Trainer:
+    """Hand a model, its optimizer and its loss over to a :class:`Trainer`.
+
+    Alone, the trainer computes in this process. In a member of a coalesced sweep it joins the engine. The numbers are
+    the same.
+
+    Args:
+        model: made of blocks, see ``blocks``.
+        optimizer: over the model's (and the loss's) parameters; any that treats each parameter by itself.
+        loss_fn: ``loss_fn(output, target)`` gives a 0-d tensor, the mean over rows, or :class:`Loss`.
+        microbatches: M, how many pieces each batch is cut into by row.
+        blocks: functions whose composition is the model; found for an ``nn.Sequential`` and for a model around one
+            ``nn.ModuleList``.
+        accumulate: batches per optimizer step.
+        clip_grad_norm: largest total norm, or ``(largest, type of norm)``, as ``torch.nn.utils.clip_grad_norm_``.
+        clip_grad_value: largest absolute value, as ``torch.nn.utils.clip_grad_value_``; after the norm's.
+        autocast: ``torch.bfloat16`` for mixed precision.
+        after_step: called with ``{name: parameter}`` and the step's number after every optimizer step, on each stage
+            with the parameters that lie there: elementwise work such as an average of weights.
+
+    Raises:
+        UsageError: something cannot be; the message says what to type. Uncaught, it ends the program with code 2.
+        EngineFault: the engine did not start; the message tells the one cause.
+    """
+    global _open_trainer
+    _exit_with_usage_code()
+    if _open_trainer is not None and _open_trainer() is not None:
+        raise UsageError(
+            "prepare called twice: this process has a trainer already; one member trains one model: call "
+            "trainer.close() first, or put both models into one nn.Module"
+        )
+    guards.check_arguments(model, optimizer, loss_fn, blocks, after_step)
+    _check_counts(microbatches=microbatches, accumulate=accumulate)
+    clip_norm = _clip_norm(clip_grad_norm)
+    if clip_grad_value is not None and not (_is_number(clip_grad_value) and clip_grad_value > 0):
+        raise UsageError(f"clip_grad_value={clip_grad_value!r}: it must be a positive number")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise UsageError(f"autocast={autocast!r}: give a dtype, e.g. autocast=torch.bfloat16")
+    if autocast is torch.float16:
+        raise UsageError("autocast=torch.float16 needs a GradScaler, which is not supported; use torch.bfloat16")
+    found = blocks_module.find_blocks(model) if blocks is None else list(blocks)
+    if microbatches > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        warnings.warn(
+            f"jap: BatchNorm statistics are per micro-batch ({microbatches} per batch), here as in every pipeline; "
+            "microbatches=1 gives whole-batch statistics",
+            stacklevel=2,
+        )
+    names = {id(p): name for name, p in named_parameters(model, loss_fn).items()}
+    guards.check_ownership(optimizer, names)
+    parts = take_apart(optimizer, names)
+    data, tensors = shipping.dump((model, found, loss_fn, after_step), "the model, its blocks, loss_fn or after_step")
+    own_model, own_blocks, own_loss, own_after = shipping.load(data, tensors)
+    taken = _Model(own_model, own_blocks, own_loss, own_after, parts)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    member = membership.current()
+    backend: Backend
+    if member is None:
+        backend = LocalBackend(device)
+    else:
+        from slurm_jap.remote import RemoteBackend
+
+        backend = RemoteBackend(member, block_count=len(found))
+    trainer = Trainer(
+        taken,
+        model,
+        optimizer,
+        backend,
+        microbatches=microbatches,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        clip_value=clip_grad_value,
+        autocast=autocast,
+        device=torch.device("cpu") if member is not None else device,
+    )
+    guards.empty_out(model, loss_fn, optimizer, trainer)
+    trainer._bind(list(named_parameters(model, loss_fn).values()))
+    _open_trainer = weakref.ref(trainer)
+    atexit.register(_abandon, weakref.ref(trainer))
+    return trainer
+
+
+def _abandon(trainer: weakref.ref[Trainer]) -> None:
+    alive = trainer()
+    if alive is not None:
+        alive.abandon()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name}={value!r}: it must be a whole number of at least 1")
+
+
+def _clip_norm(value: Any) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    limit, kind = value if isinstance(value, tuple) and len(value) == 2 else (value, 2.0)
+    if not (_is_number(limit) and limit > 0 and _is_number(kind) and kind > 0):
+        raise UsageError(f"clip_grad_norm={value!r}: give a positive number, or (number, type of norm)")
+    return float(limit), float(kind)
+
+
+def report(**values: Any) -> None:
+    """Tell jap-status something about this member, e.g. ``report(accuracy=0.97)``; outside a sweep it does nothing."""
+    membership.report(values)
+
+
+_hooked = False
+
+
+def _exit_with_usage_code() -> None:
+    """Have an uncaught UsageError end the script with one line and code 2, as the command-line programs do."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, traceback: types.TracebackType | None) -> None:
+        if isinstance(value, UsageError):
+            print(f"{PREFIX} {value}", file=sys.stderr)
+            raise SystemExit(USAGE_EXIT_CODE)
+        previous(kind, value, traceback)
+
+    sys.excepthook = hook
