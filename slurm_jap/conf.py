@@ -71,6 +71,18 @@ KEYS: tuple[Key, ...] = (
         doc="MaxArraySize of slurm.conf, if set there. An array with an index beyond it is left to Slurm.",
     ),
     Key(
+        name="DefMemPerCPU",
+        scope=Scope.GLOBAL,
+        kind=Kind.MEMORY,
+        doc="DefMemPerCPU of slurm.conf, if set there: what a member asks for that names no memory.",
+    ),
+    Key(
+        name="DefMemPerNode",
+        scope=Scope.GLOBAL,
+        kind=Kind.MEMORY,
+        doc="DefMemPerNode of slurm.conf, if set there, likewise.",
+    ),
+    Key(
         name="Partition",
         scope=Scope.PARTITION,
         kind=Kind.NAME,
@@ -150,6 +162,8 @@ class Conf:
     python: str | None
     partitions: dict[str, PartitionConf]
     max_array_size: int = 1001
+    default_memory_per_cpu_mb: int | None = None
+    default_memory_per_node_mb: int | None = None
 
 
 def parse_minutes(text: str) -> int | None:
@@ -311,11 +325,14 @@ def parse(text: str, name: str = "jap.conf") -> Conf:
             node_gpus=numbers.get("NodeGPUs"),
         )
         partitions[partition.name] = partition
+    numbers = {key: value for key, value in reader.globals.items() if isinstance(value, int)}
     python = reader.globals.get("Python")
     return Conf(
         python=None if python is None else str(python),
         partitions=partitions,
-        max_array_size=int(reader.globals.get("MaxArraySize", 1001)),
+        max_array_size=numbers.get("MaxArraySize", 1001),
+        default_memory_per_cpu_mb=numbers.get("DefMemPerCPU"),
+        default_memory_per_node_mb=numbers.get("DefMemPerNode"),
     )
 
 
