@@ -74,7 +74,8 @@ def json_of(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    return json.loads(capsys.readouterr().out, parse_constant=refuse)
+    document: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    return document
 
 
 def test_every_state_and_value_of_a_running_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,258 @@
+"""The product in a minute, on any machine: examples/digits' eight members trained together, then one after another.
+
+Runs ``jap-submit --jap-local sweep.sh`` (no Slurm needed) and shows its members as they train; runs each member alone
+through the same engine with as many processes; then compares wall times, logs and trained parameters. Ends with code 0
+only if every member completed and both ways gave the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from slurm_jap import array_spec, status, store
+from slurm_jap.errors import UsageError
+from slurm_jap.status_view import MemberView, SweepReader, SweepView
+from slurm_jap.sweep import MemberState
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "digits"
+STAGES = 2
+LIMIT_SECONDS = 1200.0
+"""For one array; on a machine where it takes longer something is wrong."""
+LOOK_SECONDS = 0.5
+
+
+class DemoError(Exception):
+    """A run that did not come to its end; one line."""
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """One array, run to its end."""
+
+    wall: float
+    """Seconds from typing the command to its end."""
+    training: float
+    """Seconds from the first member's joining the engine to the last one's leaving it; NaN if none did."""
+    view: SweepView
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--array", default="0-7", help="members to train (default: all eight)")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--dir", type=Path, help="where to work; default: a new folder for temporary files")
+    arguments = parser.parse_args()
+    console = Console(highlight=False)
+    folder = arguments.dir or Path(tempfile.mkdtemp(prefix="jap-demo-"))
+    try:
+        return demo(console, folder.absolute(), arguments.array, arguments.epochs)
+    except (DemoError, UsageError) as error:
+        console.print(Text(f"demo: {error}"), soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        console.print(Text(f"Logs, models and sweep directories: {folder}"), soft_wrap=True)
+
+
+def demo(console: Console, folder: Path, array: str, epochs: int) -> int:
+    indices = array_spec.parse(array, max_size=1001).indices
+    console.print(
+        f"Training {len(indices)} members of examples/digits together, in {STAGES} stages:\n"
+        f"    jap-submit --jap-local --array={array} sweep.sh --epochs {epochs}"
+    )
+    together = run_array(console, folder / "together", array, epochs)
+
+    console.print("The same members one after another, each alone through the same engine:")
+    alone: dict[int, Run] = {}
+    for index in indices:
+        alone[index] = run_array(console, folder / "alone" / str(index), str(index), epochs, earlier=alone)
+
+    members = together.view.members
+    same_logs = [m.member.index for m in members if same_log(m, alone[m.member.index])]
+    same_models = [i for i in indices if same_parameters(folder, i)]
+    console.print(results(together.view))
+    console.print(times(together, list(alone.values())))
+    console.print(
+        Text(
+            f"Both ways use {STAGES} engine processes and one process per member at work, on {os.cpu_count()} CPU "
+            "cores. One after another: an array of one member each, one at a time. Training only: from the first "
+            "member's joining the engine to the last one's leaving it, for the second column summed over the members."
+        )
+    )
+    console.print(
+        f"Equal bit for bit, together and alone: every loss and accuracy that the scripts printed for "
+        f"{len(same_logs)} of {len(indices)} members, all trained parameters for {len(same_models)} of {len(indices)}."
+    )
+    completed = all(m.state is MemberState.COMPLETED for run in (together, *alone.values()) for m in run.view.members)
+    if not completed:
+        console.print("demo: not every member completed")
+    return 0 if completed and len(same_logs) == len(same_models) == len(indices) else 1
+
+
+def run_array(console: Console, folder: Path, array: str, epochs: int, earlier: dict[int, Run] | None = None) -> Run:
+    """Submit a copy of the example in a folder of its own and show its members until it has ended.
+
+    Raises:
+        DemoError: it left no sweep directory, or did not end in time.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", ".jap", "*.out", "*.pt"))
+    except FileExistsError:
+        raise DemoError(f"{folder} exists: remove it, or pass another --dir") from None
+    environment = dict(os.environ)
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    command = [sys.executable, "-m", "slurm_jap.submit", "--jap-local", f"--array={array}"]
+    command += ["sweep.sh", "--epochs", str(epochs)]
+    began = time.monotonic()
+    with (folder / "jap-submit.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            reader = watch(console, process, folder, began, earlier or {})
+        finally:
+            if process.poll() is None:
+                end(process)
+    wall = time.monotonic() - began
+    said = (folder / "jap-submit.log").read_text(errors="replace").strip()
+    if reader is None:
+        raise DemoError(f"jap-submit ended with code {process.returncode}: {said or 'it said nothing'}")
+    view = reader.look()
+    if any(m.state is not MemberState.COMPLETED for m in view.members):
+        console.print(status.render(view, view.members))
+        console.print(Text(said))
+    return Run(wall=wall, training=training_seconds(reader), view=view)
+
+
+def watch(
+    console: Console, process: subprocess.Popen[bytes], folder: Path, began: float, earlier: dict[int, Run]
+) -> SweepReader | None:
+    """Redraw the members' table until the process has ended; None if it left no sweep directory."""
+    reader: SweepReader | None = None
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            running = process.poll() is None
+            if reader is None:
+                try:
+                    reader = status.open_sweep(*status.find_sweep(None, folder))
+                except UsageError:
+                    reader = None
+            elapsed = time.monotonic() - began
+            if reader is not None:
+                shown = [m for run in earlier.values() for m in run.view.members] + reader.look().members
+                live.update(Group(member_table(shown), f"{elapsed:.0f} s"), refresh=True)
+            if not running:
+                return reader
+            if elapsed > LIMIT_SECONDS:
+                raise DemoError(f"the array did not end within {LIMIT_SECONDS:.0f} s; see {folder}")
+            time.sleep(LOOK_SECONDS)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the launcher to end its members and engine; insist after a while."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def training_seconds(reader: SweepReader) -> float:
+    joined, left = [], []
+    for member in reader.look().members:
+        for event in reader.directory.events(store.member_writer(member.member.index)):
+            if event["kind"] == "joined":
+                joined.append(event["time"])
+            elif event["kind"] == "left":
+                left.append(event["time"])
+    return max(left) - min(joined) if joined and left else float("nan")
+
+
+def hyper_parameters(argv: tuple[str, ...]) -> dict[str, str]:
+    """``--name value`` pairs of a command line."""
+    return {name[2:]: value for name, value in itertools.pairwise(argv) if name.startswith("--")}
+
+
+def member_table(members: list[MemberView], final: bool = False) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    names = ["member", "lr", "dropout"]
+    names += (
+        ["final loss", "accuracy", "state", "exit code"] if final else ["state", "step", "loss", "steps/s", "accuracy"]
+    )
+    for name in names:
+        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    for m in members:
+        options = hyper_parameters(m.argv)
+        chosen = [str(m.member.index), options.get("lr", "-"), options.get("dropout", "-")]
+        word = Text(m.state.value, style=status.COLOURS.get(m.state, "red"))
+        accuracy = decimals(m.reported.get("accuracy"), 4)
+        rest: list[str | Text]
+        if final:
+            rest = [decimals(m.reported.get("loss"), 6), accuracy, word, str(m.exit_code)]
+        else:
+            step = "-" if m.step is None else str(m.step)
+            rest = [word, step, decimals(m.loss, 4), decimals(m.rate, 1), accuracy]
+        table.add_row(*chosen, *rest)
+    return table
+
+
+def results(view: SweepView) -> Table:
+    return member_table(view.members, final=True)
+
+
+def times(together: Run, alone: list[Run]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("wall time")
+    for name in ("together", "one after another", "ratio"):
+        table.add_column(name, justify="right")
+    rows = [
+        ("whole, processes' start-up included", together.wall, sum(run.wall for run in alone)),
+        ("training only", together.training, sum(run.training for run in alone)),
+    ]
+    for name, fast, slow in rows:
+        table.add_row(name, f"{fast:.1f} s", f"{slow:.1f} s", f"{slow / fast:.2f}")
+    return table
+
+
+def same_log(member: MemberView, alone: Run) -> bool:
+    """Whether the member's whole output file equals that of the run alone; losses are printed with all their bits."""
+    own, other = (Path(m.member.output) for m in (member, alone.view.members[0]))
+    return own.is_file() and other.is_file() and own.stat().st_size > 0 and own.read_bytes() == other.read_bytes()
+
+
+def same_parameters(folder: Path, index: int) -> bool:
+    files = [folder / "together" / f"digits_{index}.pt", folder / "alone" / str(index) / f"digits_{index}.pt"]
+    if not all(file.is_file() for file in files):
+        return False
+    first, second = (torch.load(file, weights_only=True) for file in files)
+    return list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def decimals(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
