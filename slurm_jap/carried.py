@@ -55,7 +55,7 @@ class Carried:
 
 
 def quote_for_bash(text: str) -> str:
-    """A double-quoted bash word for an absolute path free of quotes, ``$``, backquotes, backslashes, control characters.
+    """A double-quoted bash word for an absolute path free of quotes, ``$``, backquotes, backslashes and controls.
 
     Raises:
         ValueError: the path holds such a character.
@@ -91,7 +91,7 @@ def build(python: str, facts: Carried, user_script: bytes, sbatch_lines: tuple[s
     for line in lines:
         if "\n" in line or "\0" in line or "\r" in line:
             raise ValueError(f"{line!r} holds a line break and cannot be carried")
-    return ("\n".join(lines) + "\n").encode() + MARKER + user_script
+    return ("\n".join(lines) + "\n").encode(errors="surrogateescape") + MARKER + user_script
 
 
 def parse(script: bytes) -> tuple[Carried, bytes]:
@@ -100,7 +100,8 @@ def parse(script: bytes) -> tuple[Carried, bytes]:
     Raises:
         ValueError: no marker, or a fact that this version does not know: the script was built by another version.
     """
-    head, marker, user = script.partition(MARKER)
+    # The marker is a line of its own: a value may end with the same word.
+    head, marker, user = script.partition(b"\n" + MARKER)
     if not marker:
         raise ValueError("not a coalesced job's script: no #JAP-USER-SCRIPT line; submit with jap-submit")
     types = {f.name: f.type for f in dataclasses.fields(Carried)}
@@ -108,10 +109,13 @@ def parse(script: bytes) -> tuple[Carried, bytes]:
     for line in head.split(b"\n"):
         if not line.startswith(FACT):
             continue
-        name, _, value = line[len(FACT) :].decode().partition("=")
+        name, _, value = line[len(FACT) :].decode(errors="surrogateescape").partition("=")
         if name not in types:
             raise ValueError(f"unknown fact {name!r}: the job was submitted by another slurm_jap; install one version")
-        values[name] = int(value) if "int" in str(types[name]) else value
+        try:
+            values[name] = int(value) if "int" in str(types[name]) else value
+        except ValueError:
+            raise ValueError(f"carried fact {name}={value!r} is not a whole number; submit with jap-submit") from None
     if "array" not in values:
         raise ValueError("the carried facts name no array; submit with jap-submit")
     return Carried(**values), user  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ Folders are 0700 and files 0600: events hold command lines. Liveness is a counte
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -40,7 +41,10 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = os.fstat(self._fd).st_size
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        """The file ends inside a line: the next one starts on a line of its own, else it would be lost as well."""
         self.failed: OSError | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -48,10 +52,17 @@ class EventWriter:
         if self._fd is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, default=str) + "\n"
+        data = b"\n" * self._torn + line.encode()
         try:
-            os.write(self._fd, line.encode())
+            written = os.write(self._fd, data)
         except OSError as error:
             self.failed = error
+            return
+        if written == len(data):
+            self._torn = False
+        elif written:
+            self._torn = True
+            self.failed = OSError(errno.ENOSPC, f"{written} of {len(data)} bytes written", str(self._path))
 
     def close(self) -> None:
         """Close the file; later writes are dropped."""
@@ -115,9 +126,10 @@ class SweepDir:
         """Make the folder and its key.
 
         Raises:
-            OSError: it exists already, or cannot be made.
+            OSError: it exists already, or cannot be made; the folder that holds ``.jap`` is not made.
         """
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):  # one by one: parents= would open the upper one to others
+            folder.mkdir(mode=0o700, exist_ok=True)
         path.mkdir(mode=0o700)
         (path / "events").mkdir(mode=0o700)
         fd = os.open(path / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -186,7 +198,7 @@ def latest_attempt(root: Path, job_id: int) -> SweepDir | None:
     """The newest attempt of a job under ``root`` that has a manifest, or None."""
     folder = root / JAP_DIR / str(job_id)
     try:
-        attempts = sorted((int(p.name) for p in folder.iterdir() if p.name.isdigit()), reverse=True)
+        attempts = sorted((int(p.name) for p in folder.iterdir() if p.name.isdecimal()), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
         return None
     for attempt in attempts:

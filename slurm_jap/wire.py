@@ -24,6 +24,7 @@ import platform
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -104,18 +105,23 @@ def pack_json(message: dict[str, Any]) -> bytes:
     return pack_frame(json.dumps(message).encode())
 
 
-def recv_exactly(sock: socket.socket, count: int) -> bytes:
+def recv_exactly(sock: socket.socket, count: int, deadline: float | None = None) -> bytes:
     """Read ``count`` bytes from a blocking socket.
 
+    Args:
+        deadline: a ``time.monotonic()`` by which all of them must be there, however slowly the peer drips.
+
     Raises:
-        WireError: the peer closed first, or the socket's own time-out passed.
+        WireError: the peer closed first, or the deadline or the socket's own time-out passed.
     """
     chunks = bytearray()
     while len(chunks) < count:
+        if deadline is not None:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             chunk = sock.recv(count - len(chunks))
         except TimeoutError:
-            raise WireError(f"no answer within {sock.gettimeout()} s") from None
+            raise WireError("no answer in time") from None
         except OSError as error:
             raise WireError(f"connection lost: {error}") from None
         if not chunk:
@@ -126,8 +132,12 @@ def recv_exactly(sock: socket.socket, count: int) -> bytes:
 
 def send_json(sock: socket.socket, message: dict[str, Any]) -> None:
     """Send one control frame on a blocking socket."""
+    _send(sock, pack_json(message))
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
     try:
-        sock.sendall(pack_json(message))
+        sock.sendall(data)
     except OSError as error:
         raise WireError(f"connection lost: {error}") from None
 
@@ -137,7 +147,10 @@ def recv_json(sock: socket.socket) -> dict[str, Any]:
     length, count = unpack_prefix(recv_exactly(sock, _PREFIX.size))
     if count:
         raise WireError("a control frame carries no buffers")
-    message = json.loads(recv_exactly(sock, length))
+    try:
+        message = json.loads(recv_exactly(sock, length))
+    except (ValueError, RecursionError):
+        raise WireError("a control frame is JSON: the peer does not speak this protocol") from None
     if not isinstance(message, dict):
         raise WireError("a control frame is a JSON object")
     return message
@@ -149,26 +162,25 @@ def client_handshake(sock: socket.socket, key: bytes) -> None:
     Raises:
         WireError: the peer does not know the key, or does not answer in time.
     """
-    previous = sock.gettimeout()
-    sock.settimeout(HANDSHAKE_SECONDS)
-    theirs, ours = recv_exactly(sock, NONCE_BYTES), fresh_nonce()
-    sock.sendall(ours + mac(key, b"client", theirs, ours))
-    if not hmac.compare_digest(recv_exactly(sock, MAC_BYTES), mac(key, b"server", ours, theirs)):
+    previous, deadline = sock.gettimeout(), time.monotonic() + HANDSHAKE_SECONDS
+    theirs, ours = recv_exactly(sock, NONCE_BYTES, deadline), fresh_nonce()
+    _send(sock, ours + mac(key, b"client", theirs, ours))
+    if not hmac.compare_digest(recv_exactly(sock, MAC_BYTES, deadline), mac(key, b"server", ours, theirs)):
         raise WireError("the peer does not know this attempt's key")
     sock.settimeout(previous)
 
 
 def server_handshake(sock: socket.socket, key: bytes) -> None:
     """The server's half; blocking, same errors."""
-    previous = sock.gettimeout()
+    previous, deadline = sock.gettimeout(), time.monotonic() + HANDSHAKE_SECONDS
     sock.settimeout(HANDSHAKE_SECONDS)
     ours = fresh_nonce()
-    sock.sendall(ours)
-    answer = recv_exactly(sock, NONCE_BYTES + MAC_BYTES)
+    _send(sock, ours)
+    answer = recv_exactly(sock, NONCE_BYTES + MAC_BYTES, deadline)
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, mac(key, b"client", ours, theirs)):
         raise WireError("the peer does not know this attempt's key")
-    sock.sendall(mac(key, b"server", theirs, ours))
+    _send(sock, mac(key, b"server", theirs, ours))
     sock.settimeout(previous)
 
 
@@ -189,25 +201,24 @@ def connect(address: str, key: bytes) -> socket.socket:
 
 def _connect(address: str, key: bytes) -> socket.socket:
     scheme, _, rest = address.partition(":")
+    host, _, port = rest.rpartition(":")
+    if not ((scheme == "unix" and rest) or (scheme == "tcp" and host and port.isdecimal())):
+        raise WireError(f"address {address!r}: expected unix:PATH or tcp:HOST:PORT")
+    sock: socket.socket | None = None
     try:
         if scheme == "unix":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(CONNECT_SECONDS)
             sock.connect(rest)
-        elif scheme == "tcp":
-            host, _, port = rest.rpartition(":")
+        else:
             sock = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        else:
-            raise WireError(f"address {address!r}: expected unix:PATH or tcp:HOST:PORT")
-    except OSError as error:
-        raise WireError(f"cannot connect to {address}: {error}") from None
-    try:
         client_handshake(sock, key)
-    except (OSError, WireError):
-        sock.close()
-        raise
-    sock.settimeout(None)
+        sock.settimeout(None)
+    except (OSError, OverflowError, WireError) as error:
+        if sock is not None:
+            sock.close()
+        raise WireError(f"cannot connect to {address}: {error}") from None
     return sock
 
 
