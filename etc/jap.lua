@@ -303,8 +303,9 @@ function jap.members(spec, max_size, limit)
       return nil
    end
    local percent = spec:find("%", 1, true)
-   local throttle = percent and leading_number(spec, percent + 1)
-   return count, throttle and throttle > 0 and throttle or nil
+   local throttle = percent and leading_number(spec, percent + 1) or 0
+   throttle = math.abs(throttle) < 2 ^ 53 and (throttle + 2 ^ 31) % 2 ^ 32 - 2 ^ 31 or 0 -- Slurm keeps it in 32 bits
+   return count, throttle > 0 and throttle or nil
 end
 
 ------------------------------------------------------------------------------------------------------- #JAP directives
@@ -439,10 +440,8 @@ end
 
 ------------------------------------------------------------------------------------------------------- output patterns
 
-local KNOWN_LETTERS = "aAbjJnNrstux"
-
 -- Whether expansion of a pattern replaces any of `letters`.
-local function pattern_uses(pattern, letters)
+function jap.pattern_uses(pattern, letters)
    if not pattern or contains(pattern, "\\") or pattern:lower() == "none" then
       return false
    end
@@ -465,7 +464,7 @@ end
 -- Where the coalesced job's own output goes: beside the members' files, in the folder that no % precedes.
 local OWN_OUTPUT = "jap-%j.out"
 
-local function own_output(pattern, work_dir)
+function jap.own_output(pattern, work_dir)
    local folder = ""
    if pattern and pattern:lower() ~= "none" and not contains(pattern, "\\") then
       local head = pattern:match("^[^%%]*")
@@ -835,7 +834,7 @@ local function edits_for(jd, parts, conf, script, asked, fault)
    local output, errors = text_of(jd.std_out), text_of(jd.std_err)
    if not asked["--shared-job-id"] then
       for _, pattern in ipairs({ output or "", errors or "" }) do
-         if pattern_uses(pattern, "jJ") and not pattern_uses(pattern, "a") then
+         if jap.pattern_uses(pattern, "jJ") and not jap.pattern_uses(pattern, "a") then
             unclear("output pattern " .. quoted(pattern) .. " uses %j without %a, and members share one job id: "
                .. "use %A_%a, or say #JAP --shared-job-id")
          end
@@ -894,7 +893,7 @@ local function edits_for(jd, parts, conf, script, asked, fault)
    if wanted.time then
       set("time_limit", wanted.time)
    end
-   set("std_out", own_output(output, text_of(jd.work_dir) or "/"))
+   set("std_out", jap.own_output(output, text_of(jd.work_dir) or "/"))
    clear("std_err")
    set("std_in", "/dev/null")
    local array = #spec <= COMMENT_ARRAY and spec or spec:sub(1, COMMENT_ARRAY) .. "..."

@@ -86,6 +86,8 @@ local run = {}
 function run.parse_conf(jap, case) return pack(jap.parse_conf(case.text)) end
 function run.members(jap, case) return pack(jap.members(case.spec, case.max_size, case.limit)) end
 function run.directives(jap, case) return pack(jap.directives(case.script)) end
+function run.pattern_uses(jap, case) return pack(jap.pattern_uses(case.pattern, case.letters)) end
+function run.own_output(jap, case) return pack(jap.own_output(case.pattern, case.work_dir)) end
 function run.carry(jap, case) return pack(jap.carry(case.python, case.facts, case.script)) end
 
 function run.submit(jap, case)
@@ -95,10 +97,10 @@ function run.submit(jap, case)
    return { fields = case.fields, writes = pack((table.unpack or unpack)(writes)), returned = returned }
 end
 
-local answers = {}
+local answers, load_jap = {}, assert(loadfile(jap_path))
 for i, case in ipairs(assert(loadfile(cases_path))()) do
    logged = {}
-   local jap = assert(loadfile(jap_path))()
+   local jap = load_jap() -- each case gets a module that remembers nothing
    local ok, answer = pcall(run[case.run], jap, case)
    answers[i] = { ok = ok, answer = answer, logged = pack((table.unpack or unpack)(logged)) }
    if not ok then answers[i].answer = tostring(answer) end
