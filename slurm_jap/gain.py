@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
+import math
+from collections import deque
 from collections.abc import Sequence
 
 from slurm_jap.errors import UsageError
@@ -18,6 +21,7 @@ NO_GAIN_ONE_STAGE = "a member fits one device, so its pipeline has no idle time 
 NO_GAIN_ALONE = "no sibling to share a pipeline with"
 NO_GAIN_DEPTH = "the deeper pipeline would need more stages than --max-stages allows"
 NO_GAIN_DEVICES = "two members need more devices than --max-gpus or the cluster allows"
+NO_GAIN_MEMBERS = "--max-members leaves no room for two members at a time"
 NO_GAIN_SMALL = "the predicted gain is below --min-gain"
 
 
@@ -41,9 +45,12 @@ class Assumptions:
     """Devices that one coalesced job may hold; None: no limit but the cluster's."""
     min_gain: float = 1.02
     """Arrays whose predicted gain is smaller stay plain arrays."""
+    waves: int = 1
+    """Members per place: with 2, a coalesced job has places (and devices) for half its members, and the others take
+    the place of those that end."""
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "max_stages", "max_members"):
+        for name in ("microbatches", "max_stages", "max_members", "waves"):
             if getattr(self, name) < 1:
                 raise UsageError(_at_least(name, getattr(self, name), 1))
         for name in ("stages", "max_gpus"):
@@ -128,19 +135,17 @@ class CoalescedPlan:
 
     groups: int
     members_per_group: int
+    """Members on one pipeline at a time."""
     stages: int
     replicas: int
     gain: float
     bound_by: str
-
-    @property
-    def members(self) -> int:
-        """Members of the whole job."""
-        return self.groups * self.members_per_group
+    members: int
+    """Members of the whole job; more than ``groups`` x ``members_per_group`` where some wait for a place."""
 
     @property
     def gpus(self) -> int:
-        """Devices of the whole job: as many as its members would have asked for one by one."""
+        """Devices of the whole job: as many as ``groups`` x ``members_per_group`` members ask for one by one."""
         return self.groups * self.stages * self.replicas
 
 
@@ -169,27 +174,30 @@ def plan_array(members: int, gpus: int, cluster_gpus: int, assumptions: Assumpti
         return ArrayPlan((), members, NO_GAIN_ONE_STAGE)
     if 2 * stages > assumptions.max_stages:
         return ArrayPlan((), members, NO_GAIN_DEPTH)
-    job_members = min(assumptions.max_members, device_limit // gpus)
-    if job_members < 2:
-        return ArrayPlan((), members, NO_GAIN_DEVICES)
-    deepest = min(members, job_members, assumptions.max_stages // stages)
+    most_places = min(max(1, assumptions.max_members // assumptions.waves), device_limit // gpus)
+    if most_places < 2:
+        return ArrayPlan((), members, NO_GAIN_DEVICES if device_limit // gpus < 2 else NO_GAIN_MEMBERS)
+    places = max(2, -(-members // assumptions.waves))
+    deepest = min(places, most_places, assumptions.max_stages // stages)
     gains = {depth: gain(depth, stages, assumptions) for depth in range(2, deepest + 1)}
     useful = {depth: value for depth, value in gains.items() if value >= assumptions.min_gain}
     if not useful:
         return ArrayPlan((), members, NO_GAIN_SMALL)
     jobs: list[CoalescedPlan] = []
-    plain = 0
-    for depth, groups in _cheapest_groups(members, tuple(sorted(useful.items()))):
+    placed, assigned = 0, 0
+    for depth, groups in _cheapest_groups(places, tuple(sorted(useful.items()))):
         if depth == 1:
-            plain = groups
             continue
         bound_by = group_period(depth, depth, stages, assumptions).bound_by
-        per_job = job_members // depth
         while groups:
-            count = min(groups, per_job)
-            jobs.append(CoalescedPlan(count, depth, depth * stages, replicas, useful[depth], bound_by))
+            count = min(groups, most_places // depth)
             groups -= count
-    return ArrayPlan(tuple(jobs), plain, NO_GAIN_ALONE if plain else "")
+            placed += count * depth
+            # Members go to the jobs in proportion to their places, in the array's order.
+            of_job = members * placed // places - assigned
+            assigned += of_job
+            jobs.append(CoalescedPlan(count, depth, depth * stages, replicas, useful[depth], bound_by, of_job))
+    return ArrayPlan(tuple(jobs), members - assigned, NO_GAIN_ALONE if assigned < members else "")
 
 
 def _cheapest_groups(members: int, gains: tuple[tuple[int, float], ...]) -> list[tuple[int, int]]:
@@ -216,19 +224,42 @@ def _cheapest_groups(members: int, gains: tuple[tuple[int, float], ...]) -> list
     return sorted(tally.items(), reverse=True)
 
 
-def finish_times(durations: Sequence[int], depth: int, stages: int, assumptions: Assumptions) -> list[int]:
-    """When each member of a group ends, after the group's start, in the unit of ``durations`` and rounded up.
+def finish_times(durations: Sequence[int], groups: int, depth: int, stages: int, assumptions: Assumptions) -> list[int]:
+    """When each member of a coalesced job ends, after the job's start, in the unit of ``durations`` and rounded up.
 
-    ``durations`` are what the members take alone on ``stages`` devices. Members differ only in how many iterations
-    they run; when one leaves, the others go on at the period of the smaller group, on the same devices.
+    ``durations`` are what the members take alone on ``stages`` devices; members differ only in how many iterations
+    they run. The first ``groups`` x ``depth`` members start together, the first ``depth`` of them in group 0 and so on.
+    When a member leaves, the next waiting member takes its place; with none waiting its group goes on at the period
+    of fewer members, on the same devices.
     """
     alone = plain_period(stages, assumptions)
-    order = sorted(range(len(durations)), key=durations.__getitem__)
-    ends = [0] * len(durations)
-    elapsed, done, active = 0.0, 0, len(durations)
-    for member in order:
-        elapsed += (durations[member] - done) * group_period(active, depth, stages, assumptions).bound / alone
-        done, active = durations[member], active - 1
-        # A tiny slack keeps a whole number that floating point left just above itself from being rounded up.
-        ends[member] = max(0, -int(-(elapsed - 1e-6) // 1))
-    return ends
+    # pace[k]: time per unit of each member's own progress while k members are active.
+    pace = [0.0] + [group_period(count, depth, stages, assumptions).bound / alone for count in range(1, depth + 1)]
+    ends = [0.0] * len(durations)
+    waiting = deque(range(groups * depth, len(durations)))
+    progress, clock = [0.0] * groups, [0.0] * groups
+    # Per group a heap of (the group's progress at which the member ends, member).
+    active: list[list[tuple[float, int]]] = []
+    events: list[tuple[float, int]] = []
+
+    def schedule(group: int) -> None:
+        if active[group]:
+            left = active[group][0][0] - progress[group]
+            heapq.heappush(events, (clock[group] + left * pace[len(active[group])], group))
+
+    for group in range(groups):
+        first = range(group * depth, min((group + 1) * depth, len(durations)))
+        active.append([(float(durations[member]), member) for member in first])
+        heapq.heapify(active[group])
+        schedule(group)
+    while events:
+        clock_now, group = heapq.heappop(events)
+        clock[group] = clock_now
+        progress[group], member = heapq.heappop(active[group])
+        ends[member] = clock_now
+        if waiting:
+            joining = waiting.popleft()
+            heapq.heappush(active[group], (progress[group] + durations[joining], joining))
+        schedule(group)
+    # A tiny slack keeps a whole number that floating point left just above itself from being rounded up.
+    return [max(0, math.ceil(end - 1e-6)) for end in ends]

@@ -92,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--max-gpus", type=int, metavar="N", help="GPUs of a coalesced job (default: the cluster's)")
     model.add_argument("--min-gain", type=float, default=1.02, metavar="X", help="less stays a plain array (1.02)")
     model.add_argument(
+        "--waves", type=int, default=1, metavar="N", help="members per place; the next one starts when one ends (1)"
+    )
+    model.add_argument(
         "--job-per",
         choices=("array", "group"),
         default="array",
@@ -138,8 +141,8 @@ def _simulate(options: argparse.Namespace) -> None:
 
     trace = _read(options, columns)
     cluster, nodes_from = _cluster(options, trace)
-    _say_skipped(trace)
     siblings = _siblings(options, trace)
+    _say_skipped(trace)
     study = Study(trace, siblings, cluster, assumptions, options)
     result = study.result(nodes_from)
     if options.sensitivity:
@@ -409,11 +412,16 @@ class Study:
         vary("link", (0.0, 0.05, 0.2))
         vary("max_stages", (8, 16, 32, 64))
         vary("max_members", (2, 4, 8, 64))
+        vary("waves", (1, 2, 4))
         for share in (0.25, 0.5, 0.75, 1.0):
             if share != self.options.opt_in:
                 variations.append(("opt_in", share, base, {"opt_in": share}))
         other = "group" if self.options.job_per == "array" else "array"
         variations.append(("job_per", other, base, {"job_per": other}))
+        for waves in (2, 4):
+            variations.append(
+                (f"job_per {other}, waves", waves, dataclasses.replace(base, waves=waves), {"job_per": other})
+            )
         for name, value, assumptions, changes in variations:
             coalescing, outcome = self._coalesced(assumptions, **changes)
             rows.append(self._compared(name, value, coalescing, outcome, False))

@@ -94,7 +94,8 @@ def heading(result: Result) -> list[str]:
     lines.append(
         f"  at most {given['max_stages']} stages, {given['max_members']} members"
         f"{', ' + str(given['max_gpus']) + ' GPUs' if given['max_gpus'] else ''} per coalesced job; one job per "
-        f"{given['job_per']}; {_percent(given['opt_in'])} of arrays opt in (seed {given['seed']})"
+        f"{given['job_per']}; {given['waves']} members per place; {_percent(given['opt_in'])} of arrays opt in "
+        f"(seed {given['seed']})"
     )
     lines.append(f"  scheduler: FIFO, EASY backfill; run times it believes: {given['estimates']}")
     return lines

@@ -8,6 +8,7 @@ all its GPUs until the last of them ends, however uneven they are: a plan that l
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from slurm_jap.cluster_sim import Request, replay, shape_of
 from slurm_jap.errors import UsageError
-from slurm_jap.gain import Assumptions, busy_share, finish_times, plan_array, split_devices
+from slurm_jap.gain import Assumptions, CoalescedPlan, busy_share, finish_times, plan_array, split_devices
 from slurm_jap.traces import RULE_TOO_LARGE, Trace, TraceJob
 
 REASON_OPTED_OUT = "did not opt in"
@@ -164,18 +165,16 @@ def coalesce(
         plain_busy = busy_share(1, 1, stages, assumptions)
         position = 0
         for job in plan.jobs:
-            for groups in [1] * job.groups if job_per_group else [job.groups]:
-                depth = job.members_per_group
-                members = tuple(array[position : position + groups * depth])
-                position += len(members)
-                ends: list[int] = []
-                for group in range(groups):
-                    durations = [jobs[index].duration for index in members[group * depth : (group + 1) * depth]]
-                    ends += finish_times(durations, depth, stages, assumptions)
+            depth = job.members_per_group
+            for groups, count in _split(job, job_per_group):
+                members = tuple(array[position : position + count])
+                position += count
+                ends = finish_times([jobs[index].duration for index in members], groups, depth, stages, assumptions)
                 duration = max(ends)
                 limits = [limit for index in members if (limit := jobs[index].limit) is not None]
-                # No member ends later than alone, so the longest of the members' limits holds for the whole job.
-                estimate = max(limits) if len(limits) == len(members) else math.ceil(duration * overestimate)
+                # No member takes longer than alone, so the members' longest limit holds for each wave of them.
+                waves = -(-count // (groups * depth))
+                estimate = max(limits) * waves if len(limits) == count else math.ceil(duration * overestimate)
                 gpus = groups * depth * first.gpus
                 submit = max(jobs[index].submit for index in members)
                 result.units.append(Unit(members, tuple(ends), gpus, 0, submit, duration, estimate))
@@ -194,6 +193,14 @@ def coalesce(
                     result.lost_gpu_ms += after - before
     result.units += [_plain_unit(index, jobs[index], overestimate) for index, plain in enumerate(alone) if plain]
     return result
+
+
+def _split(job: CoalescedPlan, job_per_group: bool) -> list[tuple[int, int]]:
+    """(groups, members) of the jobs that ``job`` is submitted as."""
+    if not job_per_group:
+        return [(job.groups, job.members)]
+    shares = [job.members * group // job.groups for group in range(job.groups + 1)]
+    return [(1, after - before) for before, after in itertools.pairwise(shares)]
 
 
 def _count(tally: dict[str, int], key: str, amount: int) -> None:
