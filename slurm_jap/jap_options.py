@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slurm_jap.errors import UsageError
@@ -78,19 +78,20 @@ class Key:
     help: str
 
 
-def keys() -> tuple[Key, ...]:
+def table() -> tuple[Key, ...]:
     """All keys, in the order of the table."""
     return tuple(
         Key(f.name.replace("_", "-"), f.metadata["value"], f.metadata["help"]) for f in dataclasses.fields(JapOptions)
     )
 
 
-def parse(words: Iterable[tuple[str, str]], prefix: str = "--") -> JapOptions:
+def parse(words: Iterable[tuple[str, str]], prefix: str = "--", others: Sequence[str] = ()) -> JapOptions:
     """The options that words such as ``--stages=4`` or ``--stages 4`` set; the last one wins.
 
     Args:
         words: each word with where it stands, for messages.
         prefix: what stands before a key.
+        others: words that the caller knows himself, to be named where they are nearest.
 
     Raises:
         UsageError: an unknown key (the nearest known one is named), a missing or a wrong value.
@@ -103,8 +104,8 @@ def parse(words: Iterable[tuple[str, str]], prefix: str = "--") -> JapOptions:
         key, equals, value = word.partition("=")
         field = fields.get(key)
         if field is None:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            known = f"did you mean {near[0]}?" if near else "the keys are " + ", ".join(fields)
+            near = difflib.get_close_matches(key, [*fields, *others], n=1, cutoff=0.5)
+            known = f"did you mean {near[0]}?" if near else "the keys are " + ", ".join([*fields, *others])
             raise UsageError(f"{place}: unknown key {word!r}; {known}")
         kind, placeholder = field.metadata["parse"], field.metadata["value"]
         if kind is None:

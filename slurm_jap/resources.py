@@ -22,9 +22,6 @@ from collections.abc import Mapping, Sequence
 from slurm_jap.errors import JapError
 from slurm_jap.jap_options import JapOptions
 
-_WHERE = re.compile(r"\([^)]*\)")
-"""The sockets or devices that sinfo puts behind a GRES: ``gpu:4(S:0-1)``."""
-
 
 class Unclear(JapError):
     """The request cannot be sized; the message is the reason for a plain array."""
@@ -57,9 +54,6 @@ class NodeClass:
     memory_mb: int
     gpus: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """By type (``""``: no type given)."""
-    features: frozenset[str] = frozenset()
-    example: str = ""
-    """The name of one of them."""
 
     def gpus_of(self, gpu_type: str) -> int:
         """GPUs of one node; of any type for ``""``."""
@@ -103,7 +97,7 @@ class Request:
     member_memory_mb: int | None
     """Limit of one member's own process; None: none."""
     member_time_min: int | None
-    """What one array task would have had."""
+    """Limit of one member: a task's own x the members that share its group at once; None: the job's limit rules."""
     notes: tuple[str, ...] = ()
     """Where limits, and not the wish, decided."""
 
@@ -190,6 +184,11 @@ def _nodes(text: str) -> int:
     return _count(low, "--nodes")
 
 
+def without_places(gres: str) -> str:
+    """A GRES text without the sockets or devices that sinfo adds: ``gpu:4(S:0-1)`` is ``gpu:4``."""
+    return re.sub(r"\([^)]*\)", "", gres)
+
+
 def parse_gpus(text: str, option: str) -> dict[str, int]:
     """GPUs by type of a request such as ``2``, ``a100``, ``a100:2`` or ``a:1,b:1``.
 
@@ -197,7 +196,7 @@ def parse_gpus(text: str, option: str) -> dict[str, int]:
         Unclear: it is none.
     """
     found: dict[str, int] = {}
-    for part in _WHERE.sub("", text).split(","):
+    for part in without_places(text).split(","):
         match = re.fullmatch(r"(?:([A-Za-z0-9_.\-]+)[:=])?([0-9]{1,6})|([A-Za-z0-9_.\-]+)", part.strip())
         if match is None:
             raise Unclear(f"{option}={text} is not understood")
@@ -215,7 +214,7 @@ def parse_gres(text: str, option: str = "--gres") -> dict[str, int]:
     found: dict[str, int] = {}
     if text.lower() in ("none", "", "(null)"):
         return found
-    for part in _WHERE.sub("", text).split(","):
+    for part in without_places(text).split(","):
         match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:=](.+))?", part.strip())
         if match is None:
             raise Unclear(f"{option} asks for {part.strip()!r}, not for GPUs alone")
@@ -354,7 +353,7 @@ def _default_memory(member: MemberRequest, cpus: int, limits: Limits) -> int | N
 
 
 def _time(member: MemberRequest, rounds: int, limits: Limits) -> tuple[int | None, bool, int | None]:
-    """The job's time limit, whether it is unlimited, and the member's own limit."""
+    """The job's time limit, whether it is unlimited, and what one array task would have had."""
     most = limits.max_time_min
     if member.unlimited:
         if most is not None:
@@ -440,7 +439,9 @@ def plan(
         memory_per_node = None
     else:
         memory_per_node = engine_memory + per_node * member_memory
-    time_min, unlimited, member_time = _time(member, math.ceil(members / groups), limits)
+    time_min, unlimited, task_time = _time(member, math.ceil(members / groups), limits)
+    at_once = min(wished, nodes * per_node)
+    member_time = None if task_time is None or at_once == members else task_time * math.ceil(at_once / groups)
     return Request(
         stages=stages,
         groups=groups,
@@ -451,7 +452,7 @@ def plan(
         memory_per_node_mb=memory_per_node,
         time_min=time_min,
         unlimited=unlimited,
-        at_once=min(wished, nodes * per_node),
+        at_once=at_once,
         member_cpus=member_cpus,
         member_memory_mb=member_memory,
         member_time_min=member_time,

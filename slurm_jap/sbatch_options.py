@@ -179,12 +179,15 @@ def _find_long(name: str) -> Option:
     raise NotUnderstood(f"option --{name} is not one of sbatch's own")
 
 
-def parse_words(words: Sequence[str], source: str, places: Sequence[str] | None = None) -> tuple[list[Given], int]:
+def parse_words(
+    words: Sequence[str], source: str, places: Sequence[str] | None = None, *, until: str | None = None
+) -> tuple[list[Given], int]:
     """The options at the head of a list of words, and the number of the first word that is none.
 
     Args:
         words: without the program's name.
         places: where each word stands; None: the source's name for all.
+        until: a word with this beginning, where an option could stand, ends the list too.
 
     Raises:
         NotUnderstood: an option that is not in the table, or without its argument.
@@ -207,6 +210,8 @@ def parse_words(words: Sequence[str], source: str, places: Sequence[str] | None 
 
     while position < len(words):
         start, word = position, words[position]
+        if until is not None and word.startswith(until):
+            return found, position
         if word == "--":
             return found, position + 1
         if not word.startswith("-") or word == "-":
