@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from slurm_jap import draws, microbatch
 from slurm_jap.errors import EngineFault
 from slurm_jap.shipment import Shipment
-from slurm_jap.stage import BatchResult, MemberStage, StepOrder
+from slurm_jap.stage import BatchResult, MemberStage, StepOrder, to_device
 from slurm_jap.switches import Switches
 
 
@@ -191,8 +190,6 @@ def answer(
     device: torch.device,
 ) -> Any:
     """What the last stage sends back for one evaluated micro-batch."""
-    from slurm_jap.stage import to_device
-
     if order.metric is None:
         return to_device(output, torch.device("cpu"))
     with torch.no_grad():
@@ -223,6 +220,3 @@ def merge_tensors(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         merged.update(part)
     return merged
-
-
-__all__ = ["Backend", "BatchResult", "EvaluateOrder", "LocalBackend", "Pending", "Tensor"]

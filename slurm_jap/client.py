@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from slurm_jap import blocks as blocks_module
 from slurm_jap import guards, membership, microbatch, shipping, trees
-from slurm_jap.backend import Backend, BatchResult, EvaluateOrder, LocalBackend, Pending
+from slurm_jap.backend import Backend, EvaluateOrder, LocalBackend, Pending
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
 from slurm_jap.shipment import OptimizerParts, make_shipment, named_parameters, take_apart
-from slurm_jap.stage import StepOrder
+from slurm_jap.stage import BatchResult, StepOrder
 from slurm_jap.switches import Switches
 
 RUN_AHEAD = 2

@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -330,12 +329,3 @@ def cpus_per_node(text: str, count: int) -> list[int]:
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         cpus += [int(number)] * int(times or 1)
     return (cpus + [1] * count)[:count]
-
-
-def reachable_names(node: str, node_address: str, environment: Mapping[str, str]) -> list[str]:
-    """Names and addresses of this node that other nodes may try, the likeliest first."""
-    if environment.get("JAP_TCP_HOST"):
-        return [environment["JAP_TCP_HOST"]]
-    host = socket.gethostname()
-    candidates = [node_address, node, host, socket.getfqdn(), environment.get("SLURM_LAUNCH_NODE_IPADDR", "")]
-    return list(dict.fromkeys(c for c in candidates if c and "," not in c))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slurm_jap import carried, launch, launch_slurm, store
+from slurm_jap import carried, launch, launch_slurm, store, wire
 from slurm_jap.carried import Carried
 from slurm_jap.coordinator import ENGINE_SECONDS, Coordinator
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
@@ -85,7 +85,7 @@ async def _run(facts: Carried, user_script: bytes, arguments: Sequence[str], env
     if len(nodes) > 1:
         shown = await launch_slurm.ask(scontrol, "-o", "show", "node", nodes[0].name, environment=environment)
         address = re.search(r"\bNodeAddr=(\S+)", shown)
-        hosts = launch_slurm.reachable_names(nodes[0].name, address[1] if address else "", environment)
+        hosts = wire.reachable_names(nodes[0].name, address[1] if address else "", environment)
     coordinator = Coordinator(
         sweep, folder, launcher, arrays=arrays, say=say, done=done, tcp_hosts=hosts,
         engine_seconds=_seconds(environment.get(ENGINE_TIMEOUT), ENGINE_SECONDS),

@@ -25,7 +25,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -226,3 +226,12 @@ def read_key(sweep_dir: str) -> bytes:
     """The attempt's key, from its 0600 file."""
     with open(os.path.join(sweep_dir, "key"), "rb") as file:
         return file.read()
+
+
+def reachable_names(node: str, node_address: str, environment: Mapping[str, str]) -> list[str]:
+    """Names and addresses of this node that other nodes may try, the likeliest first."""
+    if environment.get("JAP_TCP_HOST"):
+        return [environment["JAP_TCP_HOST"]]
+    host = socket.gethostname()
+    candidates = [node_address, node, host, socket.getfqdn(), environment.get("SLURM_LAUNCH_NODE_IPADDR", "")]
+    return list(dict.fromkeys(c for c in candidates if c and "," not in c))

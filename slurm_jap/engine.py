@@ -1,0 +1,563 @@
+"""The engine: one process per device, holding one stage of every member of its group.
+
+``python -m slurm_jap.engine`` is the agent of a node. It imports torch once, asks jap-run which engines to run, forks
+them and watches them. Each engine runs one loop with one rule (see ``schedule``): of the actions that are ready, step
+before backward before forward, then the smallest (iteration, member, micro-batch); no forward beyond the cap of
+activations.
+
+Members are independent: what one member's code raises removes that member from every stage of the group and touches no
+other. Its prints go to its own process. Neighbouring stages talk through one FIFO each way:
+
+    F  tree of a micro-batch, forward        B  gradients, backward      (message = (kind, token, serial, micro-batch))
+    E  tree of a micro-batch, evaluation     finish / commit             agreement about a step (see ``stage``)
+    gone  the member was removed: forget it, whatever of it is still on the way
+
+A ``token`` names one membership (a member that comes back has a new one), a ``serial`` one command of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any, TextIO
+
+import cloudpickle
+import torch
+
+from slurm_jap import backend, shipping, transport, wire
+from slurm_jap.errors import UsageError
+from slurm_jap.schedule import Action, Kind, activation_cap
+from slurm_jap.stage import Finish, MemberStage, StepOrder
+from slurm_jap.switches import Switches
+from slurm_jap.transport import Connection, Hub, Received
+
+STOP_SECONDS = 5.0
+"""How long an engine that was told to end may finish what it is doing."""
+CAUSE_SECONDS = 5.0
+"""How long an engine whose neighbour vanished waits to be told to end, so that the first cause is the one reported."""
+
+
+class Command:
+    """One request of a member, as this stage sees it, and how far it has got here."""
+
+    def __init__(self, received: Received) -> None:
+        assert received.message is not None
+        self.kind: str = received.message[0]
+        self.arguments = received.message[1:]
+        self.received: Received | None = received
+        self.inputs: list[Any] | None = None
+        self.targets: list[Any] | None = None
+        self.answers: list[Any] = []
+        """Per micro-batch, what an evaluation gives back."""
+        self.forwarded = self.backwarded = 0
+        self.finished = False
+
+    @property
+    def serial(self) -> int:
+        """Counts a membership's commands."""
+        return int(self.arguments[0])
+
+    def open(self) -> None:
+        """Decode the trees, in the acting member's name."""
+        if self.received is not None:
+            self.inputs, self.targets = self.received.tree() or (None, None)
+            self.received = None
+
+
+class Lane:
+    """One member on this stage."""
+
+    def __init__(self, index: int, token: int, connection: Connection) -> None:
+        self.index, self.token, self.connection = index, token, connection
+        self.stage: MemberStage | None = None
+        self.commands: deque[Command] = deque()
+        self.inbox: dict[tuple[str, int, int], Received] = {}
+        """What neighbours sent, by (kind, serial, micro-batch)."""
+        self.iteration = 0
+        self.metrics: dict[int, Any] = {}
+
+    def receive(self, kind: str, serial: int, number: int) -> Any:
+        """The tree that a neighbour sent."""
+        return self.inbox.pop((kind, serial, number)).tree()
+
+    def ready(self, *, may_forward: bool) -> Action | None:
+        """The best action that this member could take here now."""
+        if not self.commands:
+            return None
+        command = self.commands[0]
+        if command.kind not in ("step", "evaluate"):
+            return Action(Kind.STEP, self.iteration, self.index)
+        stage = self.stage
+        assert stage is not None
+        count = len(command.arguments[1].sizes)
+        if command.kind == "evaluate":
+            number = command.forwarded
+            if stage.first or ("E", command.serial, number) in self.inbox:
+                return Action(Kind.FORWARD, self.iteration, self.index, number)
+            return None
+        if command.backwarded == count:
+            alone = not stage.must_agree
+            if not command.finished:
+                here = alone or stage.last or ("finish", command.serial, 0) in self.inbox
+            else:
+                here = alone or stage.first or ("commit", command.serial, 0) in self.inbox
+            return Action(Kind.STEP, self.iteration, self.index) if here else None
+        number = command.backwarded
+        if number < command.forwarded and (stage.last or ("B", command.serial, number) in self.inbox):
+            return Action(Kind.BACKWARD, self.iteration, self.index, number)
+        number = command.forwarded
+        if may_forward and number < count and (stage.first or ("F", command.serial, number) in self.inbox):
+            return Action(Kind.FORWARD, self.iteration, self.index, number)
+        return None
+
+
+class _MemberOutput(io.TextIOBase):
+    """Stands for ``sys.stdout`` or ``sys.stderr``: what a member's code prints goes to that member."""
+
+    def __init__(self, engine: Engine, name: str, fallback: TextIO) -> None:
+        self._engine, self._name, self._fallback = engine, name, fallback
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        lane = self._engine.acting
+        if lane is None:
+            return self._fallback.write(text)
+        lane.connection.send(("print", self._name, text))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._engine.acting is None:
+            self._fallback.flush()
+
+
+class Engine:
+    """One stage of one group. The main thread acts; the hub's thread only moves messages."""
+
+    def __init__(self, group: int, stage: int, stages: int, device: torch.device) -> None:
+        self.group, self.stage, self.stages, self.device = group, stage, stages, device
+        self.acting: Lane | None = None
+        """Whose code is running."""
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._hub = Hub(self._inbox.put)
+        self._lanes: dict[int, Lane] = {}
+        self._gone: deque[int] = deque(maxlen=4096)
+        self._neighbours: dict[int, Connection] = {}
+        self._switches = Switches.current()
+        self._cap = activation_cap(stages, stage)
+        self._neighbour_lost = threading.Event()
+
+    # --- getting connected ------------------------------------------------------------------------------------------
+
+    def join_set(self, sweep_dir: str, node: str, sockets: str, control_address: str) -> socket.socket:
+        """Say hello to jap-run, connect to the neighbours; returns the control connection.
+
+        Raises:
+            WireError: jap-run or a neighbour cannot be reached.
+        """
+        key = wire.read_key(sweep_dir)
+        name = f"engine_{self.group}_{self.stage}_{os.getpid()}"
+        servers, addresses = transport.bind(sockets, name, node, tcp="tcp:" in control_address)
+        arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def accept(sock: socket.socket, hello: dict[str, Any]) -> None:
+            if "stage" in hello:
+                self._neighbours[int(hello["stage"])] = self._hub.add(sock, ("stage", int(hello["stage"])))
+                arrived.put(None)
+            else:
+                self._hub.add(sock, ("member", int(hello["member"])))
+
+        transport.Listener(servers, key, accept)
+        control = wire.connect(control_address, key)
+        wire.send_json(
+            control,
+            {"kind": "engine", "group": self.group, "stage": self.stage, "pid": os.getpid(), "addresses": addresses},
+        )
+        topology = wire.recv_json(control)
+        if topology.get("kind") != "topology":
+            raise wire.WireError(f"jap-run answered {topology}")
+        if self.stage + 1 < self.stages:
+            sock = transport.connect_to(topology["engines"][self.stage + 1], node, key, {"stage": self.stage})
+            self._neighbours[self.stage + 1] = self._hub.add(sock, ("stage", self.stage + 1))
+        if self.stage > 0:
+            try:
+                arrived.get(timeout=wire.CONNECT_SECONDS)
+            except queue.Empty:
+                raise wire.WireError(
+                    f"stage {self.stage - 1} did not connect within {wire.CONNECT_SECONDS:g} s"
+                ) from None
+        wire.send_json(control, {"kind": "ready"})
+        threading.Thread(target=self._watch_control, args=(control,), name="jap-control", daemon=True).start()
+        return control
+
+    def _watch_control(self, control: socket.socket) -> None:
+        while True:
+            try:
+                message = wire.recv_json(control)
+            except (wire.WireError, ValueError):
+                message = {"kind": "stop"}
+            if message.get("kind") == "stop":
+                self.stop()
+                return
+
+    def stop(self) -> None:
+        """Have ``run`` return, and make sure that the process ends even if user code never does."""
+        self._inbox.put(None)
+        threading.Timer(STOP_SECONDS, os._exit, (0,)).start()
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Act until told to stop."""
+        chosen: tuple[Action, Lane] | None = None
+        while True:
+            while not self._inbox.empty() or chosen is None:
+                received = self._inbox.get()
+                if received is None:
+                    return
+                self._note(received)
+                if self._inbox.empty():
+                    chosen = self._choose()
+            self._act(*chosen)
+            chosen = self._choose()
+
+    def _choose(self) -> tuple[Action, Lane] | None:
+        held = sum(lane.stage.activations for lane in self._lanes.values() if lane.stage is not None)
+        may_forward = held < self._cap
+        best: tuple[Action, Lane] | None = None
+        for lane in self._lanes.values():
+            action = lane.ready(may_forward=may_forward)
+            if action is not None and (best is None or action < best[0]):
+                best = action, lane
+        return best
+
+    def _note(self, received: Received) -> None:
+        """Take one message in; whose code it concerns, if anybody's, runs later or under that member's name."""
+        tag, peer = received.connection.tag
+        message = received.message
+        if message is None:
+            if tag == "stage":
+                self._lose_neighbour(peer)
+            else:
+                self._forget(received.connection)
+        elif message[0] == "join":
+            self._join(received)
+        elif tag == "member":
+            lane = self._lane_of(received.connection)
+            if lane is not None:
+                lane.commands.append(Command(received))
+        else:
+            token = message[1]
+            lane = self._lanes.get(token)
+            if message[0] == "gone":
+                self._pass_on_gone(token, peer)
+            elif lane is not None:
+                lane.inbox[message[0], message[2], message[3]] = received
+
+    def _lane_of(self, connection: Connection) -> Lane | None:
+        return next((lane for lane in self._lanes.values() if lane.connection is connection), None)
+
+    def _lose_neighbour(self, stage: int) -> None:
+        """The set is broken. jap-run learns the cause from whoever died; this process waits to be told to end."""
+        if not self._neighbour_lost.is_set():
+            self._neighbour_lost.set()
+            print(f"jap: stage {self.stage} of group {self.group} lost stage {stage}", file=sys.__stderr__, flush=True)
+            threading.Timer(CAUSE_SECONDS, os._exit, (1,)).start()
+
+    # --- joining and leaving ----------------------------------------------------------------------------------------
+
+    def _join(self, received: Received) -> None:
+        assert received.message is not None
+        _, token, switches = received.message
+        _, index = received.connection.tag
+        lane = Lane(index, token, received.connection)
+        with self._for_member(lane, switches):
+            lane.stage = MemberStage(received.tree(), self.device, copy=True)
+            self._lanes[token] = lane
+            received.connection.send(("joined",))
+
+    def _forget(self, connection: Connection) -> None:
+        lane = self._lane_of(connection)
+        if lane is not None:
+            self._remove(lane)
+
+    def _remove(self, lane: Lane) -> None:
+        """Drop all of a member here and tell the neighbours, so that nobody waits for it."""
+        self._lanes.pop(lane.token, None)
+        self._gone.append(lane.token)
+        for neighbour in self._neighbours.values():
+            neighbour.send(("gone", lane.token, 0, 0))
+
+    def _pass_on_gone(self, token: int, source: int) -> None:
+        if token in self._gone:
+            return
+        self._gone.append(token)
+        self._lanes.pop(token, None)
+        for stage, neighbour in self._neighbours.items():
+            if stage != source:
+                neighbour.send(("gone", token, 0, 0))
+
+    @contextlib.contextmanager
+    def _for_member(self, lane: Lane, switches: Switches) -> Any:
+        """Run a member's code: with its switches, its output, and its exceptions going back to it alone."""
+        switches.apply(self._switches)
+        self._switches = switches
+        self.acting = lane
+        try:
+            yield
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: this is somebody else's code
+            self.acting = None
+            self._report(lane, error)
+            self._remove(lane)
+        finally:
+            self.acting = None
+
+    def _report(self, lane: Lane, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        try:
+            with contextlib.suppress(AttributeError):
+                error.__traceback__ = None
+            pickled = cloudpickle.dumps(error)
+        except Exception:
+            pickled = b""
+        lane.connection.send(("error", self.stage, text, pickled))
+
+    # --- acting -----------------------------------------------------------------------------------------------------
+
+    def _act(self, action: Action, lane: Lane) -> None:
+        command = lane.commands[0]
+        stage = lane.stage
+        assert stage is not None
+        if command.kind in ("step", "evaluate"):
+            order, switches = command.arguments[1], command.arguments[2]
+        else:
+            order, switches = None, self._switches
+        with self._for_member(lane, switches):
+            command.open()
+            if command.kind == "step":
+                self._act_step(lane, stage, command, order, action)
+            elif command.kind == "evaluate":
+                self._act_evaluate(lane, stage, command, order)
+            else:
+                self._act_other(lane, stage, command)
+                lane.commands.popleft()
+
+    def _act_step(self, lane: Lane, stage: MemberStage, command: Command, order: StepOrder, action: Action) -> None:
+        serial, number = command.serial, action.microbatch
+        if action.kind is Kind.FORWARD:
+            if number == 0:
+                stage.prepare(order, command.targets)
+            tree = command.inputs[number] if command.inputs is not None else lane.receive("F", serial, number)
+            target = None if command.targets is None else command.targets[number]
+            output = stage.forward(order, number, tree, target)
+            command.forwarded += 1
+            if not stage.last:
+                self._neighbours[self.stage + 1].send(("F", lane.token, serial, number), output)
+            elif command.forwarded == len(order.sizes):
+                lane.connection.send(("part", serial, "result"), stage.result())
+        elif action.kind is Kind.BACKWARD:
+            grads = None if stage.last else lane.receive("B", serial, number)
+            result = stage.backward(order, number, grads)
+            command.backwarded += 1
+            if not stage.first:
+                self._neighbours[self.stage - 1].send(("B", lane.token, serial, number), result)
+            if command.backwarded == len(order.sizes) and not order.apply:
+                self._complete(lane)
+        elif not command.finished:
+            self._finish(lane, stage, command)
+        else:
+            self._commit(lane, stage, command, order)
+
+    def _finish(self, lane: Lane, stage: MemberStage, command: Command) -> None:
+        received = lane.inbox.pop(("finish", command.serial, 0), None)
+        later: Finish | None = None if received is None else received.tree()
+        said = stage.finish(later)
+        command.finished = True
+        if stage.must_agree and not stage.first:
+            self._neighbours[self.stage - 1].send(("finish", lane.token, command.serial, 0), said)
+
+    def _commit(self, lane: Lane, stage: MemberStage, command: Command, order: StepOrder) -> None:
+        received = lane.inbox.pop(("commit", command.serial, 0), None)
+        said = stage.commit(order, None if received is None else received.tree())
+        if stage.must_agree and not stage.last:
+            self._neighbours[self.stage + 1].send(("commit", lane.token, command.serial, 0), said, copy=bool(said.tied))
+        if stage.first and stage.settings.clip_norm is not None:
+            lane.connection.send(("part", command.serial, "norm"), said.norm)
+        self._complete(lane)
+
+    def _complete(self, lane: Lane) -> None:
+        lane.commands.popleft()
+        lane.iteration += 1
+
+    def _act_evaluate(self, lane: Lane, stage: MemberStage, command: Command, order: backend.EvaluateOrder) -> None:
+        serial, number = command.serial, command.forwarded
+        tree = command.inputs[number] if command.inputs is not None else lane.receive("E", serial, number)
+        output = stage.evaluate(order.iteration, number, tree, order.modes)
+        command.forwarded += 1
+        last_one = command.forwarded == len(order.sizes)
+        if not stage.last:
+            self._neighbours[self.stage + 1].send(("E", lane.token, serial, number), output)
+        else:
+            target = None if command.targets is None else command.targets[number]
+            command.answers.append(backend.answer(output, target, order, number, lane.metrics, self.device))
+            if last_one:
+                lane.connection.send(("part", serial, "outputs"), command.answers)
+        if last_one:
+            lane.commands.popleft()
+
+    def _act_other(self, lane: Lane, stage: MemberStage, command: Command) -> None:
+        if command.kind == "metric":
+            _, number, data = command.arguments
+            lane.metrics = {number: shipping.load(data, command.inputs or [], self.device)}
+        elif command.kind == "pull":
+            serial, what = command.arguments
+            lane.connection.send(("part", serial, str(self.stage)), backend.pull_from(stage, what))
+        elif command.kind == "load":
+            serial, what = command.arguments
+            backend.load_into(stage, what, command.inputs[0] if command.inputs else {})
+            lane.connection.send(("part", serial, str(self.stage)))
+        else:
+            raise UsageError(f"the engine does not know the command {command.kind!r}")
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def device_for(number: int) -> torch.device:
+    """The node's accelerator with this number, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, number)
+
+
+def ignore_job_signals() -> None:
+    """scancel and requeue signal every step at once; the engine ends when jap-run says so, after its members."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def run_engine(entry: dict[str, int], stages: int, sockets: str) -> None:
+    """The life of one engine process."""
+    sys.setswitchinterval(0.0005)
+    sweep_dir, control_address = os.environ[wire.ENV_SWEEP_DIR], os.environ[wire.ENV_CONTROL]
+    device = device_for(entry["device"])
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(entry["device"])
+    engine = Engine(entry["group"], entry["stage"], stages, device)
+    sys.stdout = _MemberOutput(engine, "stdout", sys.stdout)
+    sys.stderr = _MemberOutput(engine, "stderr", sys.stderr)
+    control: socket.socket | None = None
+    try:
+        control = engine.join_set(sweep_dir, os.environ.get(wire.ENV_NODE, ""), sockets, control_address)
+        engine.run()
+    except BaseException as error:
+        traceback.print_exc(file=sys.__stderr__)
+        with contextlib.suppress(Exception):
+            if control is None:
+                control = wire.connect(control_address, wire.read_key(sweep_dir))
+            wire.send_json(control, {"kind": "fatal", "reason": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when its agent goes: an engine alone serves nobody."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class Agent:
+    """Forks this node's engines, reports one that dies, ends them all on ``stop``."""
+
+    def __init__(self) -> None:
+        self._node = os.environ.get(wire.ENV_NODE, "")
+        given = os.environ.get(wire.ENV_SOCKET_DIR)
+        self._own_sockets = None if given else tempfile.mkdtemp(prefix="jap-")
+        self._sockets = given or str(self._own_sockets)
+        self._children: dict[int, dict[str, int]] = {}
+        self._stopping = threading.Event()
+
+    def run(self) -> int:
+        """Until told to stop, or until an engine dies; the exit code."""
+        control = wire.connect(os.environ[wire.ENV_CONTROL], wire.read_key(os.environ[wire.ENV_SWEEP_DIR]))
+        wire.send_json(control, {"kind": "node", "node": self._node, "pid": os.getpid()})
+        assigned = wire.recv_json(control)
+        if assigned.get("kind") != "assign":
+            raise wire.WireError(f"jap-run answered {assigned}")
+        sys.path += [entry for entry in assigned["path"] if entry not in sys.path]
+        for entry in assigned["engines"]:
+            self._fork(entry, int(assigned["stages"]), control)
+        threading.Thread(target=self._watch_control, args=(control,), daemon=True).start()
+        try:
+            return self._wait_for_children(control)
+        finally:
+            if self._own_sockets is not None:
+                shutil.rmtree(self._own_sockets, ignore_errors=True)
+
+    def _fork(self, entry: dict[str, int], stages: int, control: socket.socket) -> None:
+        child = os.fork()
+        if child:
+            self._children[child] = entry
+            return
+        code = 1
+        try:
+            _die_with_parent()
+            control.close()
+            run_engine(entry, stages, self._sockets)
+            code = 0
+        finally:
+            with contextlib.suppress(Exception):
+                sys.__stderr__.flush()  # type: ignore[union-attr]
+            os._exit(code)
+
+    def _watch_control(self, control: socket.socket) -> None:
+        with contextlib.suppress(wire.WireError, ValueError):
+            while wire.recv_json(control).get("kind") != "stop":
+                pass
+        self._stopping.set()
+        time.sleep(STOP_SECONDS)  # engines get the news on their own connections
+        for child in list(self._children):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+    def _wait_for_children(self, control: socket.socket) -> int:
+        worst = 0
+        while self._children:
+            child, status = os.wait()
+            entry = self._children.pop(child, None)
+            code = os.waitstatus_to_exitcode(status)
+            if entry is None or self._stopping.is_set():
+                continue
+            worst = 1
+            with contextlib.suppress(wire.WireError):
+                wire.send_json(
+                    control,
+                    {"kind": "engine_died", "group": entry["group"], "stage": entry["stage"], "code": code},
+                )
+        return worst
+
+
+def main() -> int:
+    """The agent's entry point."""
+    ignore_job_signals()
+    torch.set_grad_enabled(True)
+    try:
+        return Agent().run()
+    except (wire.WireError, OSError, KeyError) as error:
+        print(f"jap: engine agent: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
