@@ -27,7 +27,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from slurm_jap import array_spec, status, store
+from slurm_jap import array_spec, status, status_table, store
 from slurm_jap.errors import UsageError
 from slurm_jap.status_view import MemberView, SweepReader, SweepView
 from slurm_jap.sweep import MemberState
@@ -140,7 +140,7 @@ def run_array(console: Console, folder: Path, array: str, epochs: int, earlier: 
         raise DemoError(f"jap-submit ended with code {process.returncode}: {said or 'it said nothing'}")
     view = reader.look()
     if any(m.state is not MemberState.COMPLETED for m in view.members):
-        console.print(status.render(view, view.members))
+        console.print(status_table.render(view, view.members))
         console.print(Text(said))
     return Run(wall=wall, training=training_seconds(reader), view=view)
 
@@ -206,7 +206,7 @@ def member_table(members: list[MemberView], final: bool = False) -> Table:
     for m in members:
         options = hyper_parameters(m.argv)
         chosen = [str(m.member.index), options.get("lr", "-"), options.get("dropout", "-")]
-        word = Text(m.state.value, style=status.COLOURS.get(m.state, "red"))
+        word = Text(m.state.value, style=status_table.COLOURS.get(m.state, "red"))
         accuracy = decimals(m.reported.get("accuracy"), 4)
         rest: list[str | Text]
         if final:

@@ -10,9 +10,10 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from slurm_jap import array_spec, filename_pattern, resources, sbatch_options, wire
+from slurm_jap import array_spec, filename_pattern, resources, sbatch_options
 from slurm_jap.array_spec import ArraySpec
 from slurm_jap.carried import Carried
+from slurm_jap.environment import ENV_MEMBER, SWEEP_VARIABLES
 from slurm_jap.errors import JapError
 from slurm_jap.jap_options import JapOptions
 from slurm_jap.resources import Limits, MemberRequest, Request
@@ -239,7 +240,7 @@ def parse_array(options: Mapping[str, Given], max_size: int, max_tasks: int | No
 
 def environment_to_hand_on(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which sbatch runs in our place: untouched, unless we are inside a member of a sweep."""
-    gone = set(MEMBERS_OWN) if wire.ENV_MEMBER in environment else set()
+    gone = set(MEMBERS_OWN) if ENV_MEMBER in environment else set()
     return {name: value for name, value in environment.items() if name not in gone}
 
 
@@ -250,6 +251,6 @@ def environment_for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
     or a member of a sweep was told about itself, should that be where we run.
     """
     gone = {variable for variable, name in sbatch_options.VARIABLES.items() if name in OURS}
-    gone |= {wire.ENV_CONTROL, wire.ENV_SWEEP_DIR, wire.ENV_MEMBER, wire.ENV_JOB_ID, wire.ENV_NODE, wire.ENV_SOCKET_DIR}
+    gone |= SWEEP_VARIABLES
     kept = environment_to_hand_on(environment)
     return {n: value for n, value in kept.items() if n not in gone and not n.startswith("SLURM_ARRAY_")}

@@ -278,7 +278,7 @@ def _draw(folder: SweepDir, over: threading.Event) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from slurm_jap.status import render
+    from slurm_jap.status_table import render
     from slurm_jap.status_view import SweepReader
 
     reader, console = SweepReader(folder), Console(highlight=False)

@@ -30,6 +30,12 @@ from importlib import metadata
 from typing import Any
 
 from slurm_jap._version import __version__
+from slurm_jap.environment import ENV_CONTROL as ENV_CONTROL
+from slurm_jap.environment import ENV_JOB_ID as ENV_JOB_ID
+from slurm_jap.environment import ENV_MEMBER as ENV_MEMBER
+from slurm_jap.environment import ENV_NODE as ENV_NODE
+from slurm_jap.environment import ENV_SOCKET_DIR as ENV_SOCKET_DIR
+from slurm_jap.environment import ENV_SWEEP_DIR as ENV_SWEEP_DIR
 from slurm_jap.errors import EngineFault
 
 PROTOCOL = 1
@@ -38,19 +44,6 @@ MAC_BYTES = hashlib.sha256().digest_size
 MAX_HEADER = 1 << 28
 HANDSHAKE_SECONDS = 30.0
 CONNECT_SECONDS = 30.0
-
-ENV_CONTROL = "JAP_CONTROL"
-"""Addresses of jap-run's control socket, with commas between them."""
-ENV_SWEEP_DIR = "JAP_SWEEP_DIR"
-"""The attempt's folder (key, manifest, events)."""
-ENV_MEMBER = "JAP_MEMBER"
-"""Array index of the member whose script runs."""
-ENV_JOB_ID = "JAP_JOB_ID"
-"""Job id that the other JAP_* variables belong to: a job submitted from inside a member inherits them, in vain."""
-ENV_NODE = "JAP_NODE"
-"""Name of the node a process was started on, as the launcher knows it: same name, unix sockets; else TCP."""
-ENV_SOCKET_DIR = "JAP_SOCKET_DIR"
-"""Node-local 0700 folder for unix sockets; unset: the process makes its own."""
 
 _PREFIX = struct.Struct("<II")
 
