@@ -26,7 +26,7 @@ lint: .venv/.ready-test
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-venv: .venv/.ready-examples .venv/.ready-test
+venv: .venv/.ready-test
 
 .venv/.ready-examples: pyproject.toml scripts/make-venv.sh
 	scripts/make-venv.sh "$(PYTHON)" examples

@@ -50,6 +50,9 @@ DEFAULT_DIR = REPOSITORY / ".test-cluster"
 USERS = ("games", "news")
 """Ordinary accounts that every Debian has: users of the cluster."""
 ACCOUNT = "dl"
+MAX_ARRAY_SIZE = 1001
+MEM_PER_CPU_MB = 1000
+KILL_WAIT = 3
 MARKER = "cluster.json"
 PROGRAMS = (
     "slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "mariadb", "mariadb-install-db", "sbatch", "sacctmgr",
@@ -205,6 +208,11 @@ def processes_of(slurm_conf: str) -> set[int]:
     return found
 
 
+def alive(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    return _parents().get(pid, (0, "Z"))[1] != "Z"
+
+
 def _has_job(environment: list[bytes]) -> bool:
     return any(line.startswith(b"SLURM_JOB_ID=") for line in environment)
 
@@ -227,7 +235,11 @@ def write_configuration(settings: Settings, base: Path, block: int, prefix: str)
     # An AuthInfo socket is not enough: the accounting client looks for munge by AccountingStoragePass.
     munge = f"{base}/munge/socket"
     if settings.fence:
-        confinement = ["ProctrackType=proctrack/cgroup", "TaskPlugin=task/cgroup", "JobAcctGatherFrequency=task=2"]
+        confinement = [
+            "ProctrackType=proctrack/cgroup",
+            "TaskPlugin=task/affinity,task/cgroup",
+            "JobAcctGatherFrequency=task=2",
+        ]
     else:
         confinement = [
             "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
@@ -268,11 +280,11 @@ AccountingStoreFlags=job_comment
 JobAcctGatherType=jobacct_gather/linux
 JobSubmitPlugins=lua
 JobRequeue=1
-KillWait=3
+KillWait={KILL_WAIT}
 MinJobAge=600
-MaxArraySize=1001
+MaxArraySize={MAX_ARRAY_SIZE}
 FirstJobId={block * 1000 + 1}
-DefMemPerCPU=1000
+DefMemPerCPU={MEM_PER_CPU_MB}
 NodeName={nodes} NodeHostName={host} NodeAddr=127.0.0.1 Port=[{port + 2}-{port + 1 + settings.nodes}] \
 CPUs={settings.cpus} RealMemory={settings.memory_mb} Gres=gpu:fake:{settings.gpus} State=UNKNOWN
 PartitionName=normal Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60
@@ -304,7 +316,7 @@ StorageUser=slurm
 StorageLoc=slurm_acct
 """
     _write(etc / "slurmdbd.conf", slurmdbd.lstrip(), mode=0o600, owner="slurm")
-    install_plugin(etc, settings.python)
+    install_plugin(etc, settings)
 
 
 PASS_THROUGH = """\
@@ -315,14 +327,22 @@ return slurm.SUCCESS
 """
 
 
-def install_plugin(etc: Path, python: str, source: Path = REPOSITORY / "etc") -> None:
+def install_plugin(etc: Path, settings: Settings) -> None:
     """Do what an administrator does: the plugin's files beside slurm.conf, the partition ``jap`` enabled."""
+    source = REPOSITORY / "etc"
     for name in ("job_submit.lua", "jap.lua"):
         if (source / name).exists():
             _write(etc / name, (source / name).read_text())
         elif name == "job_submit.lua":
             _write(etc / name, PASS_THROUGH)
-    _write(etc / "jap.conf", f"Python={python}\nPartition=jap MaxMembers=64 MaxTime=2-00:00:00\n")
+    jap = f"""
+Python={settings.python}
+MaxArraySize={MAX_ARRAY_SIZE}
+DefMemPerCPU={MEM_PER_CPU_MB}M
+Partition=jap MaxMembers=64 MaxTime=2-00:00:00 NodeCPUs={settings.cpus} NodeMemory={settings.memory_mb}M \
+NodeGPUs={settings.gpus}
+"""
+    _write(etc / "jap.conf", jap.lstrip())
 
 
 def _write(path: Path, text: str, mode: int = 0o644, owner: str | None = None) -> None:
@@ -578,7 +598,7 @@ class Supervisor:
         with contextlib.suppress(ClusterError):
             for user in ("root", *USERS):
                 self._client("scancel", "--quiet", "-u", user, timeout=5)
-            deadline = time.monotonic() + 8
+            deadline = time.monotonic() + KILL_WAIT + 3
             while time.monotonic() < deadline and self._client("squeue", "-h", timeout=5, check=False).strip():
                 time.sleep(0.1)
 
@@ -763,6 +783,8 @@ def down(directory: Path) -> bool:
         os.kill(cluster.supervisor, signal.SIGTERM)
     with _lock(directory, DOWN_SECONDS):
         remove_remains(directory)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(cluster.supervisor, 0)  # it was ours, if this process brought the cluster up
     return True
 
 

@@ -31,6 +31,19 @@ def test_plain_array_gets_gpus_and_is_accounted(cluster: SlurmCluster, workdir: 
         assert "gres/gpu=2" in row["AllocTRES"]
 
 
+def test_plugin_is_loaded_and_enabled_in_its_partition(cluster: SlurmCluster, workdir: Path) -> None:
+    script = workdir / "sweep.sh"
+    script.write_text("#!/bin/bash\n#JAP --stages=2\necho $SLURM_ARRAY_TASK_ID\n")
+    for partition, coalesced in (("jap", True), ("normal", False)):
+        job = cluster.sbatch("--hold", "--array=0-3", "--gres=gpu:1", "-p", partition, script, cwd=workdir)
+        assert ("ArrayTaskId" in job.info()) != coalesced
+        text = cluster.run("scontrol", "write", "batch_script", str(job.id), "-").stdout
+        assert ("#JAP-USER-SCRIPT" in text) == coalesced
+        assert text.rstrip("\n").endswith(script.read_text().rstrip("\n"))
+        job.cancel()
+    assert "jap: not in use" not in (cluster.log / "slurmctld.log").read_text()
+
+
 def test_step_beyond_its_memory_is_killed_alone(cluster: SlurmCluster, workdir: Path) -> None:
     check_memory_kill(cluster, workdir)
 
