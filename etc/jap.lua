@@ -465,29 +465,38 @@ end
 local OWN_OUTPUT = "jap-%j.out"
 
 function jap.own_output(pattern, work_dir)
-   local folder = ""
-   if pattern and pattern:lower() ~= "none" and not contains(pattern, "\\") then
-      local head = pattern:match("^[^%%]*")
-      folder = head:match("^(.*)/") or ""
-      if folder == "" and head:sub(1, 1) == "/" then
-         folder = "/"
-      end
-      if folder == "/dev" or folder:sub(1, 5) == "/dev/" then
-         folder = ""
-      end
+   local head = ""
+   if pattern and pattern:lower() ~= "none" then
+      -- A backslash switches expansion off and goes.
+      head = contains(pattern, "\\") and pattern:gsub("\\(\\?)", "%1") or pattern:match("^[^%%]*")
+   end
+   local folder = head:match("^(.*)/") or ""
+   if folder == "" and head:sub(1, 1) == "/" then
+      folder = "/"
+   end
+   if folder == "/dev" or folder:sub(1, 5) == "/dev/" then
+      folder = ""
    end
    if folder == "" then
       folder = work_dir
    elseif folder:sub(1, 1) ~= "/" then
-      folder = work_dir .. "/" .. folder
+      folder = work_dir:gsub("/+$", "") .. "/" .. folder
    end
-   -- Slurm expands % in the whole name but not in the working directory that it puts before a relative one.
-   if contains(folder, "%") or contains(folder, "\\") then
-      return OWN_OUTPUT
+   if contains(folder, "\\") then
+      return OWN_OUTPUT -- Slurm expands nothing in the working directory that it puts before a relative name
    end
-   return (folder == "/" and "" or folder) .. "/" .. OWN_OUTPUT
+   return folder:gsub("/+$", ""):gsub("%%", "%%%%") .. "/" .. OWN_OUTPUT
 end
 
+-- Whether a line that is no comment names SLURM_JOB_ID or SLURM_JOBID.
+function jap.uses_job_id(script)
+   for line in (contains(script, "SLURM_JOB") and script or ""):gmatch("[^\n]+") do
+      if not line:find("^%s*#") and line:find("%f[%w_]SLURM_JOB_?ID%f[^%w_]") then
+         return true
+      end
+   end
+   return false
+end
 
 ------------------------------------------------------------------------------------------------------------ the script
 
@@ -536,7 +545,7 @@ local function gpus_in(text, option)
          if not rest then
             rest, count = name:match("^gpu(.*)$"), "1"
          end
-         local kind = rest == "" and "" or (rest or ""):match("^:([%a_][%w_.%-]*)$")
+         local kind = rest == "" and "" or (rest or ""):match("^:([%w_.%-]+)$")
          if not kind or #count > 6 then
             unclear(option .. " asks for " .. quoted(item) .. ", not for GPUs alone")
          elseif number then
@@ -588,9 +597,10 @@ local function member_request(jd)
    if high and low ~= high then
       unclear("a range of nodes")
    end
+   local tasks, per_node = positive(jd.num_tasks), positive(jd.ntasks_per_node)
+   low = low or (tasks and per_node and ceil_div(tasks, per_node))
    member.nodes = low or 1
-   local per_node = positive(jd.ntasks_per_node)
-   local tasks = positive(jd.num_tasks) or (per_node and per_node * member.nodes) or member.nodes
+   tasks = tasks or (per_node and per_node * member.nodes) or member.nodes
 
    local gpus, spread
    for _, way in ipairs({
@@ -720,18 +730,18 @@ local function plan(member, asked, members, throttle, limits, member_time)
    end
 
    local own_cpus = member.cpus or 1
-   local member_cpus = asked["--member-cpus"] or own_cpus
+   local member_cpus = asked["--member-cpus"] or ceil_div(own_cpus, member.nodes)
    local engine_cpus = ceil_div(math.max(engines, groups * own_cpus), nodes)
    engine_cpus = least(engine_cpus, limits.cpus)
 
    local own_memory = member.memory_mb or default_memory(member, own_cpus, limits)
-   local member_memory = asked["--member-mem"] or (own_memory ~= 0 and own_memory or nil)
+   local member_memory = asked["--member-mem"] or positive(own_memory) and ceil_div(own_memory, member.nodes)
    local whole_node = own_memory == 0 or (own_memory == nil and asked["--member-mem"] ~= nil)
    local engine_memory = ceil_div(groups * (own_memory or 0), nodes)
 
    local wished = throttle and math.min(members, throttle) or members
    local per_node = ceil_div(wished, nodes)
-   if limits.cpus then
+   if limits.cpus and asked["--member-cpus"] then -- else members share a node's CPUs, as processes do
       per_node = math.min(per_node, math.max(1, math.floor((limits.cpus - engine_cpus) / member_cpus)))
    end
    if member_memory then
@@ -749,7 +759,8 @@ local function plan(member, asked, members, throttle, limits, member_time)
       per_node = math.min(per_node, fit)
    end
 
-   local time, own_time = job_time(member_time, ceil_div(members, groups), limits)
+   local time, task_time = job_time(member_time, ceil_div(members, groups), limits)
+   local at_once = math.min(wished, nodes * per_node)
    local gpu_kind = member.gpu_type ~= "" and "gpu:" .. (member.gpu_type or "") or "gpu"
    return {
       stages = stages,
@@ -759,10 +770,10 @@ local function plan(member, asked, members, throttle, limits, member_time)
       cpus_per_node = least(engine_cpus + per_node * member_cpus, limits.cpus),
       memory_per_node = (whole_node and 0) or (member_memory and engine_memory + per_node * member_memory) or nil,
       time = time,
-      at_once = math.min(wished, nodes * per_node),
+      at_once = at_once,
       member_cpus = member_cpus,
-      member_memory = member_memory,
-      member_time = own_time,
+      member_memory = member_memory or nil,
+      member_time = at_once < members and task_time and task_time * ceil_div(at_once, groups) or nil,
    }
 end
 
@@ -797,6 +808,13 @@ local function check_facts(facts)
    end
 end
 
+-- Fields of requests that only a task of its own can have.
+local UNSHARED = {
+   { "time_min", "--time-min says nothing certain about a job that several members share" },
+   { "container", "its tasks run in a container of Slurm's" },
+   { "burst_buffer", "a burst buffer is asked for per task" },
+}
+
 -- All edits that make the coalesced job, in order; raises unclear(reason) where the array must stay plain.
 local function edits_for(jd, parts, conf, script, asked, fault)
    if is_set(jd.het_job_offset) then
@@ -804,7 +822,10 @@ local function edits_for(jd, parts, conf, script, asked, fault)
    end
    local name = partition_of(jd, parts)
    if contains(name, ",") then
-      unclear("a list of partitions is given: name one")
+      unclear("several partitions are named")
+   end
+   if contains(text_of(jd.clusters), ",") or jd.clusters == "all" then
+      unclear("several clusters are named")
    end
    local part, enabled = name and parts[name], name and conf.partitions[name]
    if not part or not enabled then
@@ -825,25 +846,26 @@ local function edits_for(jd, parts, conf, script, asked, fault)
    if members > enabled.max_members then
       unclear("more than the " .. integer(enabled.max_members) .. " members that may be coalesced: split the array")
    end
-   if contains(text_of(jd.dependency), "aftercorr") then
-      unclear("--dependency=aftercorr speaks of single tasks")
+   for _, pair in ipairs(UNSHARED) do
+      if text_of(jd[pair[1]]) or positive(jd[pair[1]]) then
+         unclear(pair[2])
+      end
    end
-   if positive(jd.time_min) then
-      unclear("--time-min lets Slurm shorten the job")
+   if is_set(jd.shared) and jd.shared ~= 1 then
+      unclear("--exclusive gives every task nodes of its own")
+   end
+   if contains(text_of(jd.dependency), "aftercorr") then
+      unclear("--dependency=aftercorr pairs tasks with tasks")
    end
    local output, errors = text_of(jd.std_out), text_of(jd.std_err)
    if not asked["--shared-job-id"] then
       for _, pattern in ipairs({ output or "", errors or "" }) do
          if jap.pattern_uses(pattern, "jJ") and not jap.pattern_uses(pattern, "a") then
-            unclear("output pattern " .. quoted(pattern) .. " uses %j without %a, and members share one job id: "
-               .. "use %A_%a, or say #JAP --shared-job-id")
+            unclear("the output pattern " .. quoted(pattern) .. " has %j without %a, and members share one job id")
          end
       end
-      for _, variable in ipairs({ "SLURM_JOB_ID", "SLURM_JOBID" }) do
-         if contains(script, variable) then
-            unclear("the script uses " .. variable .. ", and members share one job id: use SLURM_ARRAY_TASK_ID as well "
-               .. "and say #JAP --shared-job-id")
-         end
+      if jap.uses_job_id(script) then
+         unclear("its script uses SLURM_JOB_ID, which members share (#JAP --shared-job-id says that it copes)")
       end
    end
 
@@ -889,6 +911,8 @@ local function edits_for(jd, parts, conf, script, asked, fault)
    clear("mem_per_tres")
    if wanted.gres ~= "" then
       set("gres", wanted.gres) -- Slurm puts its version's prefix before it
+   else
+      clear("tres_per_node")
    end
    if wanted.time then
       set("time_limit", wanted.time)

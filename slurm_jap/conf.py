@@ -349,13 +349,6 @@ def check_file(path: str) -> list[str]:
     return [str(problem) for problem in check_text(text, path)]
 
 
-def describe(conf: Conf) -> str:
-    """One line that says what the file enables, for the checker's ``ok``."""
-    if not conf.partitions:
-        return "no partition is enabled: every array stays plain"
-    return "coalescing is enabled in " + ", ".join(conf.partitions)
-
-
 def key_table() -> str:
     """``KEYS`` as a Markdown table; docs/admin.md holds exactly this text."""
     rows = ["| key | where | value | if absent | meaning |", "| --- | --- | --- | --- | --- |"]

@@ -88,12 +88,21 @@ function run.members(jap, case) return pack(jap.members(case.spec, case.max_size
 function run.directives(jap, case) return pack(jap.directives(case.script)) end
 function run.pattern_uses(jap, case) return pack(jap.pattern_uses(case.pattern, case.letters)) end
 function run.own_output(jap, case) return pack(jap.own_output(case.pattern, case.work_dir)) end
+function run.uses_job_id(jap, case) return pack(jap.uses_job_id(case.script)) end
 function run.carry(jap, case) return pack(jap.carry(case.python, case.facts, case.script)) end
 
 function run.submit(jap, case)
    local jd, writes = descriptor(case.fields, case.environment or {}, case.fail_at)
    if case.conf_path then jap.conf_path = case.conf_path end
-   local returned = pack(jap.submit(jd, case.parts, 1000))
+   local returned
+   for i = 1, case.times or 1 do
+      returned = pack(jap.submit(jd, case.parts, 1000))
+      if case.then_write then
+         local file = assert(io.open(case.then_write.path, "w"))
+         file:write(case.then_write.text)
+         file:close()
+      end
+   end
    return { fields = case.fields, writes = pack((table.unpack or unpack)(writes)), returned = returned }
 end
 

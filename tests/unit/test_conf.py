@@ -41,14 +41,12 @@ def test_all_keys() -> None:
             "gpu-long_2.0": conf.PartitionConf(name="gpu-long_2.0", max_time_minutes=90),
         },
     )
-    assert conf.describe(parsed) == "coalescing is enabled in gpu, gpu-long_2.0"
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing yet\n", "Python=/opt/jap/bin/python\n"])
 def test_no_partition_is_no_fault_and_enables_nothing(text: str) -> None:
     assert conf.check_text(text) == []
     assert conf.parse(text).partitions == {}
-    assert conf.describe(conf.parse(text)) == "no partition is enabled: every array stays plain"
 
 
 @pytest.mark.parametrize(
