@@ -347,7 +347,8 @@ def test_use_of_the_job_id_is_seen_as_coalesce_sees_it(lua: Lua) -> None:
 def test_the_carried_script_is_what_carried_builds(lua: Lua) -> None:
     full = carried.Carried(
         array="0-7%2", output="/a b/%A_%a.out", error="/e%%", input="in.%a", open_mode="append",
-        script_name="it's a \"t\".sh", stages=4, groups=2, member_cpus=8, member_mem_mb=2**31, member_time_min=30, gres="gpu:a100:4", at_once=3,
+        script_name="it's a \"t\".sh", stages=4, groups=2,
+        member_cpus=8, member_mem_mb=2**31, member_time_min=30, gres="gpu:a100:4", at_once=3,
     )  # fmt: skip
     texts = [
         b"#!/bin/bash\n#JAP\n",
