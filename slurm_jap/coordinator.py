@@ -221,6 +221,8 @@ class Coordinator:
                 await self._engine.serve_agent(peer, message)
             elif kind == "engine" and self._engine is not None:
                 await self._engine.serve_engine(peer, message)
+            elif kind == "fatal" and self._engine is not None:
+                self._engine.fail(f"the engine cannot go on: {message['reason']}")
         except (KeyError, TypeError, ValueError) as error:
             raise wire.WireError(f"message {kind!r} that does not follow the protocol: {error!r}") from None
 

@@ -85,22 +85,25 @@ class EngineSet:
         return [self._engines[group, stage][1] for stage in range(self._sweep.stages)]
 
     async def stop(self) -> None:
-        """Tell the agents to stop and wait for the end, by force if need be."""
+        """Tell agents and engines to stop and wait for the end, by force if need be."""
         self._stopping = True
-        for agent in self._agents.values():
-            agent.send({"kind": "stop"})
+        for peer in self._peers():
+            peer.send({"kind": "stop"})
         self._over.set()
         await self._life
 
     def fail(self, reason: str) -> None:
-        """Record the first cause, tell it, and have the rest of the set end: agents end with their connection."""
+        """Record the first cause, tell it, and end the rest of the set: everybody ends with the connection to us."""
         if self.fault is not None or self._stopping:
             return
         self.fault = reason
         self._on_fault(reason)
-        for agent in self._agents.values():
-            agent.abort()
+        for peer in self._peers():
+            peer.abort()
         self._over.set()
+
+    def _peers(self) -> list[Peer]:
+        return [*self._agents.values(), *(peer for peer, _ in self._engines.values())]
 
     async def _live(self) -> None:
         code: int | None = None
