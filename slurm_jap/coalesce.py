@@ -46,7 +46,14 @@ _REASONS = {
 
 _JOB_ID = re.compile(rb"\bSLURM_JOB_?ID\b")
 
-MEMBERS_OWN = ("SLURM_OVERLAP", "SLURM_GRES", "SLURM_MEM_PER_NODE", "SLURM_HOSTFILE", "SLURM_DISTRIBUTION")
+MEMBERS_OWN = (
+    "SLURM_CPU_BIND",
+    "SLURM_DISTRIBUTION",
+    "SLURM_GRES",
+    "SLURM_HOSTFILE",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_OVERLAP",
+)
 """What a member's environment says to its own steps, and must not say to jobs that it submits."""
 
 

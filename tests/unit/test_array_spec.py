@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slurm_jap import array_spec
 from slurm_jap.errors import UsageError
 
@@ -39,9 +40,28 @@ ACCEPTED: dict[str, tuple[list[int], int | None, int]] = {
     "1%4294967298": ([1], 2, 1),
 }
 REFUSED = [
-    "3-1", "5:2", "1-", "a", "0-3:0", "1--3", "1 ", "0x3", "1001", "0-2000:1001", "1:2", "-1", "1-3:1001", "1-3:a",
-    "99999999999999999999", "1;2", "1-3-5", "1.5", "0-1001", "1,a", "[1-3]]x",
-]  # fmt: skip
+    "3-1",
+    "5:2",
+    "1-",
+    "a",
+    "0-3:0",
+    "1--3",
+    "1 ",
+    "0x3",
+    "1001",
+    "0-2000:1001",
+    "1:2",
+    "-1",
+    "1-3:1001",
+    "1-3:a",
+    "99999999999999999999",
+    "1;2",
+    "1-3-5",
+    "1.5",
+    "0-1001",
+    "1,a",
+    "[1-3]]x",
+]
 
 
 @pytest.mark.parametrize("text", ACCEPTED)

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slurm_jap import filename_pattern
 from slurm_jap.filename_pattern import expand, fixed_folder, letters_in
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from slurm_jap import jap_options
 from slurm_jap.errors import UsageError
 from slurm_jap.jap_options import JapOptions

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slurm_jap.jap_options import JapOptions
 from slurm_jap.resources import Limits, MemberRequest, NodeClass, Unclear, member_request, parse_minutes, plan
 
@@ -96,9 +97,19 @@ def test_cpus_and_memory_of_a_member(options: dict[str, str], cpus: int | None, 
 
 @pytest.mark.parametrize(
     ("text", "minutes"),
-    [("30", 30), ("30:01", 31), ("1:00:00", 60), ("1-0", 1440), ("1-2:30", 1590), ("0:30", 1), ("UNLIMITED", None), ("0", None),
-     ("-1", None), ("2-00:00:00", 2880)],
-)  # fmt: skip
+    [
+        ("30", 30),
+        ("30:01", 31),
+        ("1:00:00", 60),
+        ("1-0", 1440),
+        ("1-2:30", 1590),
+        ("0:30", 1),
+        ("UNLIMITED", None),
+        ("0", None),
+        ("-1", None),
+        ("2-00:00:00", 2880),
+    ],
+)
 def test_time_limits(text: str, minutes: int | None) -> None:
     assert parse_minutes(text) == minutes
 
@@ -113,8 +124,14 @@ def test_stages_are_the_gpus_of_one_member() -> None:
     request = sized({"gpus": 4, "cpus": 2, "memory_mb": 4000})
     assert (request.stages, request.groups, request.nodes, request.gpus_per_node) == (4, 1, 1, 4)
     assert request.sbatch_words() == [
-        "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=20", "--gres=gpu:4", "--mem=36000M", "--time=480",
-    ]  # fmt: skip
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=20",
+        "--gres=gpu:4",
+        "--mem=36000M",
+        "--time=480",
+    ]
     assert (request.at_once, request.member_cpus, request.member_memory_mb, request.member_time_min) == (
         8,
         2,
@@ -205,9 +222,15 @@ def test_nodes_without_the_gpus_are_not_asked() -> None:
 
 
 @given(
-    st.integers(0, 8), st.integers(1, 3), st.integers(1, 40), st.integers(0, 50_000), st.integers(1, 64),
-    st.none() | st.integers(1, 6), st.none() | st.integers(1, 4), st.none() | st.integers(1, 8),
-)  # fmt: skip
+    st.integers(0, 8),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(0, 50_000),
+    st.integers(1, 64),
+    st.none() | st.integers(1, 6),
+    st.none() | st.integers(1, 4),
+    st.none() | st.integers(1, 8),
+)
 def test_a_plan_is_within_its_nodes_and_holds_its_engines(
     gpus: int,
     on: int,

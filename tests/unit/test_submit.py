@@ -28,7 +28,7 @@ SLURM_VERSION           = 22.05.8
 X
 ;;
 *partition*) cat <<X
-PartitionName=normal Default=YES DefaultTime=01:00:00 MaxNodes=UNLIMITED MaxTime=1-00:00:00 MaxCPUsPerNode=UNLIMITED Nodes=n[1-4] JobDefaults=(null) DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED
+PartitionName=normal Default=YES DefaultTime=01:00:00 MaxNodes=UNLIMITED MaxTime=1-00:00:00 JobDefaults=(null)
 X
 ;;
 *node*) echo "NodeName=n1 Arch=x86_64 CPUTot=8 CPUEfctv=8 Gres=gpu:fake:4 RealMemory=4000 OS=Linux 6.1 #1 SMP" ;;
@@ -192,8 +192,9 @@ def test_a_plain_script_on_standard_input_or_a_pipe_is_given_to_sbatch_again(fak
     command(fake, "sbatch", SBATCH + 'cat "$1" >"$FAKE/script"\n')
     subprocess.run(
         ["bash", "-c", f"exec {' '.join(JAP_SUBMIT)} <(grep -v JAP t.sh; printf 'more\\n') 2>/dev/null"],
-        timeout=60, check=True,
-    )  # fmt: skip
+        timeout=60,
+        check=True,
+    )
     assert (fake / "script").read_bytes() == SCRIPT.replace("#JAP\n", "").encode() + b"more\n"
 
 
