@@ -548,10 +548,10 @@ local function gpus_in(text, option)
          local kind = rest == "" and "" or (rest or ""):match("^:([%w_.%-]+)$")
          if not kind or #count > 6 then
             unclear(option .. " asks for " .. quoted(item) .. ", not for GPUs alone")
-         elseif number then
+         elseif number and kind ~= gpu_type then
             unclear(option .. " asks for GPUs of several types")
          end
-         gpu_type, number = kind, tonumber(count, 10)
+         gpu_type, number = kind, (number or 0) + tonumber(count, 10)
       end
    end
    return gpu_type or "", number or 0

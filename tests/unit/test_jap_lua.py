@@ -413,6 +413,7 @@ SIZES: list[dict[str, str]] = [
     {"gres": "gpu:1g.5gb:2"},
     {"gres": "gpu:0"},
     {"gres": "gpu:a:1,gpu:b:1"},
+    {"gres": "gpu:a:1,gpu:a:3"},
     {"gres": "gpu:1,shard:3"},
     {"gres": "nvme:1"},
     {"gpus": "8", "nodes": "2", "ntasks": "2"},
