@@ -199,6 +199,8 @@ def run(
         folder.write_manifest(sweep)
     except (OSError, UsageError) as error:
         shutil.rmtree(root / store.JAP_DIR / str(job_id), ignore_errors=True)
+        with contextlib.suppress(OSError):  # it holds other sweeps
+            (root / store.JAP_DIR).rmdir()
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"cannot write the sweep directory: {error}; choose another folder with -o") from None

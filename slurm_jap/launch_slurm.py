@@ -19,7 +19,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -58,6 +58,13 @@ _VERDICTS = (
 )
 """Slurm's word on a step, from what slurmstepd and srun print; the first that matches counts."""
 _TAIL_BYTES = 1 << 16
+_INNER = "inner"
+"""Folder of the attempt that says which steps were started inside which member."""
+_NOTE_INNER = f"""#!/bin/sh
+# Runs before each task of an srun inside a member. Slurm does not end such a step with the step that started it.
+: >"$JAP_SWEEP_DIR/{_INNER}/$JAP_MEMBER.$SLURM_STEP_ID" 2>/dev/null
+exit 0
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +97,16 @@ class Cluster:
 class _Step:
     """A step, seen through its srun."""
 
-    def __init__(self, process: asyncio.subprocess.Process, error_file: str | None) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        error_file: str | None = None,
+        clean_up: Callable[[], Awaitable[None]] | None = None,
+        hint: str = "",
+    ) -> None:
+        """``hint`` is what to do when its memory was too small; ``clean_up`` is awaited after its end."""
         self._process, self.pid, self._error_file = process, process.pid, error_file
+        self._clean_up, self._hint = clean_up, hint
 
     async def wait(self) -> Ended:
         said = b""
@@ -101,7 +116,12 @@ class _Step:
         code = exit_code_of(await self._process.wait())
         lines = said.splitlines()
         self._tell_member([line for line in lines if line.startswith(b"slurmstepd")])
-        return verdict(code, [line.decode(errors="replace") for line in lines])
+        if self._clean_up is not None:
+            await self._clean_up()
+        ended = verdict(code, [line.decode(errors="replace") for line in lines])
+        if ended.state is MemberState.OUT_OF_MEMORY:
+            ended = dataclasses.replace(ended, reason=f"went beyond its host memory{self._hint}")
+        return ended
 
     async def kill(self) -> None:
         """srun ends its step by force when it is told to end; if it does not listen, the end of the job will."""
@@ -159,19 +179,24 @@ class SlurmLauncher:
     ) -> None:
         """
         Args:
-            log: takes the engine's own output.
+            log: takes the engine's own output; further small files are made beside it.
             environment: that of the batch step.
 
         Raises:
             UsageError: there is no srun.
+            OSError: the files cannot be made.
         """
         self.nodes = nodes
         self.places: dict[int, Place] = {}
         self._facts, self._job, self._script, self._arguments = facts, job, script, tuple(arguments)
         self._log, self._cluster = log, cluster
         self._own = launch.own_environment(environment)
-        self._srun = find_command("srun", self._own)
+        self._srun, self._scancel = find_command("srun", self._own), find_command("scancel", self._own)
         self._members: set[_Step] = set()
+        self._note_inner = log.parent / "note-inner-step"
+        self._note_inner.write_text(_NOTE_INNER)
+        self._note_inner.chmod(0o700)
+        (log.parent / _INNER).mkdir(mode=0o700)
 
     def node_of(self, member: Member) -> str:
         """Name of the member's node."""
@@ -199,9 +224,19 @@ class SlurmLauncher:
             member.step_name, options, [str(self._script), *self._arguments], self._own, orders,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        started = _Step(process, member.error or member.output)
+        started = _Step(
+            process, member.error or member.output, lambda: self._end_inner_steps(member.index),
+            f" of {memory}iB: ask for more with #JAP --member-mem or sbatch --mem" if facts.member_mem_mb else "",
+        )  # fmt: skip
         self._members.add(started)
         return started
+
+    async def _end_inner_steps(self, index: int) -> None:
+        """End what sruns inside the member have left running: plain Slurm ends it with the batch script."""
+        folder = self._log.parent / _INNER
+        steps = [f"{self._job.job_id}.{p.suffix[1:]}" for p in folder.glob(f"{index}.*") if p.suffix[1:].isdigit()]
+        if steps:
+            await ask(self._scancel, "--quiet", *sorted(steps), environment=self._own)
 
     async def start_engine(self, request: EngineRequest, environment: Mapping[str, str]) -> _Step:
         """Start the engine's step: one agent per node."""
@@ -217,7 +252,7 @@ class SlurmLauncher:
                 launch.engine_environment(self._own, request, environment), orders,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
-        return _Step(process, None)
+        return _Step(process)
 
     async def forward(self, signum: int) -> None:
         """Pass a signal that Slurm sent to the batch script alone on to the members' scripts."""
@@ -271,9 +306,11 @@ class SlurmLauncher:
             "SLURM_JOB_CPUS_PER_NODE": str(cpus or node.cpus),
             "SLURM_OVERLAP": "1",
             "SLURM_GRES": "none",
-            "SLURM_MEM_PER_NODE": "0",
+            "SLURM_MEM_PER_NODE": str(self._facts.member_mem_mb or 0),
             "SLURM_CPU_BIND": "none",
         }
+        if "SLURM_TASK_PROLOG" not in self._own:
+            seen["SLURM_TASK_PROLOG"] = str(self._note_inner)
         if len(self.nodes) > 1:  # else srun takes the job's first node; no variable but this one names another
             seen |= {"SLURM_HOSTFILE": self._host_file(node), "SLURM_DISTRIBUTION": "arbitrary"}
         seen |= {name: "" for name in launch.DEVICE_VARIABLES if name in self._own}
