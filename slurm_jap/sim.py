@@ -67,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     reading.add_argument("--gap", type=float, default=60.0, metavar="S", help="seconds between guessed siblings (60)")
 
+    reading.add_argument(
+        "--alike",
+        type=float,
+        metavar="X",
+        help="guessed siblings last at most X times the shortest (default: any time)",
+    )
+
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, metavar="N", help="GPU nodes; default: enough for --load")
     cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(8)")
@@ -180,6 +187,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--opt-in is {options.opt_in:g}, but must be between 0 and 1")
     if not 0 <= options.gap < 1e9:
         raise UsageError(f"--gap is {options.gap:g}, but must be a number of seconds of at least 0")
+    if options.alike is not None and not 1 <= options.alike < float("inf"):
+        raise UsageError(f"--alike is {options.alike:g}, but must be at least 1")
     if not 1 <= options.overestimate < 1e6:
         raise UsageError(f"--overestimate is {options.overestimate:g}, but must be at least 1")
 
@@ -272,7 +281,7 @@ def _siblings(options: argparse.Namespace, trace: Trace) -> Siblings:
     if options.siblings == "array" and not has_ids:
         raise UsageError(f"{trace.source}: no job has an array id; guess the siblings with --siblings gap")
     if options.siblings == "gap" or not has_ids:
-        return siblings_by_gap(trace, round(options.gap * 1000))
+        return siblings_by_gap(trace, round(options.gap * 1000), options.alike)
     return siblings_by_array(trace)
 
 
@@ -309,10 +318,10 @@ class Study:
         from slurm_jap.sim_study import coalesce
 
         options = self.options
-        settings = {"opt_in": options.opt_in, "job_per": options.job_per, **changes}
+        settings = {"opt_in": options.opt_in, "job_per": options.job_per, "arrays": self.siblings.arrays, **changes}
         return coalesce(
             self.jobs,
-            self.siblings.arrays,
+            settings["arrays"],
             self.cluster,
             assumptions,
             opt_in=settings["opt_in"],
@@ -397,6 +406,8 @@ class Study:
 
     def sensitivity(self) -> list[dict[str, Any]]:
         """The outcome with one assumption changed at a time; the first row is the base."""
+        from slurm_jap.traces import siblings_by_gap
+
         base = self.assumptions
         rows = [self._compared("as assumed", "", self.coalescing, self.with_, True)]
         variations: list[tuple[str, Any, Assumptions, dict[str, Any]]] = []
@@ -422,6 +433,11 @@ class Study:
             variations.append(
                 (f"job_per {other}, waves", waves, dataclasses.replace(base, waves=waves), {"job_per": other})
             )
+        if self.siblings.inferred:
+            for gap, alike in ((self.options.gap / 4, None), (self.options.gap * 4, None), (self.options.gap, 2.0)):
+                arrays = siblings_by_gap(self.trace, round(gap * 1000), alike).arrays
+                name, value = ("gap", gap) if alike is None else ("alike", alike)
+                variations.append((name, value, base, {"arrays": arrays}))
         for name, value, assumptions, changes in variations:
             coalescing, outcome = self._coalesced(assumptions, **changes)
             rows.append(self._compared(name, value, coalescing, outcome, False))

@@ -87,6 +87,7 @@ def heading(result: Result) -> list[str]:
     lines.append(f"arrays    {siblings['arrays']:,} with {siblings['jobs']:,} jobs ({shares})")
     lines.append(f"  {siblings['rule']}")
     stages = given["stages"] or "as many as its GPUs"
+    waves = f", with a place for one of {given['waves']} members at a time" if given["waves"] > 1 else ""
     lines.append(
         f"assumed   every array member is a pipeline; stages: {stages}, micro-batches: {given['microbatches']}, "
         f"link delay: {given['link']:g} forward, backward: {given['backward']:g} forwards"
@@ -94,8 +95,7 @@ def heading(result: Result) -> list[str]:
     lines.append(
         f"  at most {given['max_stages']} stages, {given['max_members']} members"
         f"{', ' + str(given['max_gpus']) + ' GPUs' if given['max_gpus'] else ''} per coalesced job; one job per "
-        f"{given['job_per']}; {given['waves']} members per place; {_percent(given['opt_in'])} of arrays opt in "
-        f"(seed {given['seed']})"
+        f"{given['job_per']}{waves}; {_percent(given['opt_in'])} of arrays opt in (seed {given['seed']})"
     )
     lines.append(f"  scheduler: FIFO, EASY backfill; run times it believes: {given['estimates']}")
     return lines

@@ -505,8 +505,11 @@ def siblings_by_array(trace: Trace) -> Siblings:
     return Siblings(arrays, "tasks with one array job id, user, job name, partition and number of GPUs", False)
 
 
-def siblings_by_gap(trace: Trace, gap: int) -> Siblings:
-    """Guessed arrays: same partition, GPUs and (where known) user and job name, each within ``gap`` ms of the last."""
+def siblings_by_gap(trace: Trace, gap: int, alike: float | None = None) -> Siblings:
+    """Guessed arrays: same partition, GPUs and (where known) user and job name, each within ``gap`` ms of the last.
+
+    ``alike``: split them further, so that no member lasted longer than ``alike`` times the shortest of its array.
+    """
     last: dict[tuple[object, ...], int] = {}
     open_group: dict[tuple[object, ...], list[int]] = {}
     groups: list[list[int]] = []
@@ -517,15 +520,30 @@ def siblings_by_gap(trace: Trace, gap: int) -> Siblings:
             groups.append(open_group[key])
         open_group[key].append(index)
         last[key] = job.submit
+    if alike is not None:
+        groups = [part for group in groups for part in _alike(trace, group, alike)]
     same = [label for key, label in _SAME if key in trace.fields]
     lacking = [label for key, label in _SAME if key not in trace.fields]
     if lacking:
         why = f"the trace names no {' and no '.join(lacking)}, so unrelated jobs are taken together"
     else:
         why = "jobs submitted one after another need not be a sweep"
-    alike = ", ".join([*same, "number of GPUs"])
-    rule = f"guessed: same {alike}, each submitted at most {gap / 1000:g} s after the last. This counts too many: {why}"
+    of_length = "" if alike is None else f", lasting at most {alike:g} times the shortest (known only afterwards)"
+    rule = (
+        f"guessed: same {', '.join([*same, 'number of GPUs'])}, each submitted at most {gap / 1000:g} s after the last"
+        f"{of_length}. This counts too many: {why}"
+    )
     return Siblings(tuple(tuple(group) for group in groups if len(group) > 1), rule, True)
+
+
+def _alike(trace: Trace, group: list[int], alike: float) -> list[list[int]]:
+    parts: list[list[int]] = []
+    for index in sorted(group, key=lambda index: trace.jobs[index].duration):
+        if parts and trace.jobs[index].duration <= alike * trace.jobs[parts[-1][0]].duration:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return [sorted(part) for part in parts]
 
 
 _SAME = (("user", "user"), ("name", "job name"), ("partition", "partition"))

@@ -229,6 +229,7 @@ def test_plots_without_matplotlib(capsys, monkeypatch, tmp_path):
         ([SACCT, "--opt-in", "nan"], "--opt-in is nan"),
         ([SACCT, "--load", "0"], "--load is 0"),
         ([SACCT, "--gap", "-1"], "--gap is -1"),
+        ([SACCT, "--alike", "0.5"], "--alike is 0.5"),
         ([SACCT, "--overestimate", "0.5"], "--overestimate is 0.5"),
         ([SACCT, "--microbatches", "0"], "--microbatches is 0, but must be a number of at least 1"),
         ([SACCT, "--microbatches", "many"], "invalid int value: 'many'; type jap-sim --help"),

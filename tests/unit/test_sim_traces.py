@@ -118,6 +118,9 @@ def test_siblings_of_a_csv_are_guessed_and_say_so():
     assert "too many" in siblings.rule
     assert "no user" in siblings.rule
     assert [len(array) for array in siblings_by_gap(trace, 70_000).arrays] == [4, 2]
+    alike = siblings_by_gap(trace, 70_000, 1.5)
+    assert [[trace.jobs[index].row for index in array] for array in alike.arrays] == [[2, 3, 4], [6, 7]]
+    assert "at most 1.5 times the shortest" in alike.rule
 
 
 def test_csv_with_other_names_and_units():
