@@ -57,15 +57,6 @@ def call_block(block: Block, number: int, value: Any) -> Any:
     return block(value)
 
 
-def canonical(tree: Any) -> Any:
-    """The tree with every tensor dense in memory, so that crossing a device boundary changes no stride."""
-
-    def dense(leaf: Any, path: str) -> Any:
-        return leaf.contiguous() if isinstance(leaf, Tensor) and not trees.is_dense(leaf) else leaf
-
-    return trees.tree_map(dense, tree)
-
-
 @contextlib.contextmanager
 def autocasting(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
     """``torch.autocast`` around one block where the user asked for it."""
@@ -151,7 +142,7 @@ def check_and_profile(
                         f"{type(error).__name__}: {error}; model {type(model).__name__} does something between its "
                         f"blocks: {HOW_TO_PASS}"
                     ) from error
-                value = canonical(value)
+                value = trees.settle(value)
                 elements = sum(t.numel() for t in trees.tensors(value)) + sum(
                     t.numel() for t in touched.keep if isinstance(t, nn.Parameter)
                 )

@@ -175,7 +175,7 @@ class Trainer:
         if rows == 0:
             raise UsageError("step(): the batch has 0 rows; skip empty batches, or use drop_last=True")
         sizes = trees.microbatch_sizes(rows, self._microbatches)
-        pieces = {name: trees.split_rows(name, value, sizes) for name, value in parts}
+        pieces = {name: [trees.settle(p) for p in trees.split_rows(name, value, sizes)] for name, value in parts}
         micro_inputs = [
             (
                 tuple(pieces[f"inputs[{i}]"][m] for i in range(len(inputs))),
@@ -183,7 +183,7 @@ class Trainer:
             )
             for m in range(len(sizes))
         ]
-        return sizes, micro_inputs, trees.split_rows("target", target, sizes)
+        return sizes, micro_inputs, [trees.settle(p) for p in trees.split_rows("target", target, sizes)]
 
     def _open(self, first_inputs: Any, first_target: Any, rows: int, *, with_loss: bool = True) -> None:
         """Check and take the model apart on the first batch, and send it to where it is computed."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurm_jap import shipping
+from slurm_jap import shipping, trees
 from slurm_jap.blocks import Block, Profile, cut
 from slurm_jap.errors import UsageError
 
@@ -211,7 +211,7 @@ def make_shipment(
             return id(tensor) in registered and id(tensor) not in keep
 
         data, found = shipping.dump((block, modules, mine, mine_buffers), what, untouched)
-        shipped.append(BlockShipment(number, data, [shipping.aligned(t) for t in found], cost, tuple(mine)))
+        shipped.append(BlockShipment(number, data, [trees.settled(t) for t in found], cost, tuple(mine)))
     _adopt_orphans(shipped, parameters, buffers, owners, buffer_owners)
     return Shipment(
         settings=Settings(
@@ -243,9 +243,7 @@ def _adopt_orphans(
     block = shipping.load(first.data, first.tensors)
     call, modules, mine, mine_buffers = block
     data, found = shipping.dump((call, modules, {**mine, **lost}, {**mine_buffers, **lost_buffers}), "block 0")
-    shipped[0] = BlockShipment(
-        first.number, data, [shipping.aligned(t) for t in found], first.cost, (*first.names, *lost)
-    )
+    shipped[0] = BlockShipment(first.number, data, [trees.settled(t) for t in found], first.cost, (*first.names, *lost))
     for name in lost:
         owners[name] = first.number
     for name in lost_buffers:

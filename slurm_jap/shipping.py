@@ -59,16 +59,18 @@ def travels_by_value(module: types.ModuleType) -> bool:
 
 @contextlib.contextmanager
 def _by_value() -> Iterator[None]:
-    registered = []
     known = cloudpickle.list_registry_pickle_by_value()
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module.__name__ not in known and travels_by_value(module):
-            cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
+    own = {
+        module.__name__: module  # one module may stand under several names in sys.modules
+        for module in list(sys.modules.values())
+        if isinstance(module, types.ModuleType) and module.__name__ not in known and travels_by_value(module)
+    }
+    for module in own.values():
+        cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        for module in registered:
+        for module in own.values():
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -183,13 +185,3 @@ def load(data: bytes, found: Sequence[Tensor], device: torch.device | None = Non
 
     with _received.active():
         return _Unpickler(io.BytesIO(data), fetch).load()
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its memory does not start on 64 bytes.
-
-    Kernels may round differently on other alignments; what arrives in an engine is always aligned.
-    """
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.data_ptr() % 64 == 0:
-        return tensor
-    return tensor.clone()

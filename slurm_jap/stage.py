@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_jap import draws, microbatch, shipping, trees
-from slurm_jap.blocks import autocasting, call_block, canonical
+from slurm_jap.blocks import autocasting, call_block
 from slurm_jap.errors import UsageError
 from slurm_jap.shipment import StageShipment
 
@@ -314,26 +314,30 @@ class MemberStage:
             draws.reseed(draws.key(self.settings.seed, iteration, number, block.number, direction), self.device)
             with autocasting(self.settings.autocast, self.device):
                 value = call_block(block.call, block.number, value)
-            value = canonical(value)
+            value = trees.settle(value)
             if grad:
-                self._reseed_in_backward(value, before, iteration, number, block.number)
+                self._meet_gradients(value, before, iteration, number, block.number)
         return value
 
-    def _reseed_in_backward(self, value: Any, before: dict[int, Any], iteration: int, number: int, block: int) -> None:
-        """Have the first node of this block that runs in backward seed the generators for the whole block."""
+    def _meet_gradients(self, value: Any, before: dict[int, Any], iteration: int, number: int, block: int) -> None:
+        """Have the first node of this block that runs in backward seed the generators for the whole block.
+
+        Gradients are settled where they enter the block, for they might have come from another stage.
+        """
         seeded = False
         key = draws.key(self.settings.seed, iteration, number, block, draws.BACKWARD)
 
-        def seed_once(grad: Tensor) -> None:
+        def arrive(grad: Tensor) -> Tensor:
             nonlocal seeded
             if not seeded:
                 seeded = True
                 draws.reseed(key, self.device)
+            return trees.settled(grad)
 
         for tensor in trees.tensors(value):
             # What only passes through belongs to an earlier block, which seeds it itself.
             if tensor.grad_fn is not None and tensor.grad_fn is not before.get(id(tensor)):
-                tensor.register_hook(seed_once)  # type: ignore[no-untyped-call]
+                tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _forward_loss(self, order: StepOrder, number: int, output: Any, target: Any) -> Tensor:
         assert self._loss is not None

@@ -35,7 +35,6 @@ from slurm_jap.wire import WireError
 
 SHARED_FROM = 1 << 18
 """Bytes of tensors in one frame from which a memfd is cheaper than two copies through a socket."""
-ALIGNMENT = 64
 _CHUNK = 1 << 16
 _LENGTH = struct.Struct("<Q")
 
@@ -113,7 +112,7 @@ class Connection:
         for tensor, original, size in zip(dense, found, sizes, strict=True):
             place = offset if shared else -1
             layouts.append(Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), original.requires_grad, place))
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+            offset += -(-size // trees.ALIGNMENT) * trees.ALIGNMENT
         header = pickle.dumps((message, body, layouts, offset if shared else 0), protocol=5)
         pieces: list[tuple[memoryview, Any, int | None]] = []
         if shared:

@@ -20,6 +20,9 @@ from slurm_jap.errors import UsageError
 
 Tree = Any
 
+ALIGNMENT = 64
+"""Bytes on which the memory of every tensor that could cross to another process starts."""
+
 
 def tree_map(function: Callable[[Any, str], Any], tree: Tree, path: str = "") -> Tree:
     """The same tree with ``function(leaf, path)`` in place of every leaf (tensor, None, number, ...)."""
@@ -212,3 +215,21 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it is not dense or does not start on 64 bytes of memory.
+
+    Kernels may round differently on another stride or alignment. What has crossed to another process always lies so;
+    wherever a tensor could cross, it is settled even if it does not.
+    """
+    if not is_dense(tensor):
+        return tensor.contiguous()
+    if tensor.numel() and tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone()
+    return tensor
+
+
+def settle(tree: Tree) -> Tree:
+    """The tree with every tensor settled."""
+    return tree_map(lambda leaf, path: settled(leaf) if isinstance(leaf, Tensor) else leaf, tree)
