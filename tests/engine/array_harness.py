@@ -1,8 +1,8 @@
 """Run a few member functions as one sweep, quickly: the real coordinator, control server, agent, engines and clients.
 
-Only the launcher differs from the product's: processes are forked from a server that has torch loaded, instead of started
-from a batch script. ``together`` trains members in one engine set, ``alone`` runs one in a process of its own without any.
-A member is a function without arguments; what it returns comes back (tensors and plain values).
+Only the launcher differs from the product's: processes are forked from a server that has torch loaded, instead of
+started from a batch script. ``together`` trains members in one engine set, ``alone`` runs one in a process of its own
+without any. A member is a function without arguments; what it returns comes back (tensors and plain values).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from slurm_jap.store import SweepDir
 from slurm_jap.sweep import Member, Sweep, exit_code_of, state_of
 
 MemberFunction = Callable[[], Any]
-NODE = "here"
 SECONDS = 120.0
 """A sweep that takes longer has hung: everything is killed and the test fails."""
 
@@ -45,8 +44,8 @@ def _enter(environment: Mapping[str, str], log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
 
 
@@ -85,19 +84,34 @@ class _Forked:
         self._process.kill()
 
 
+class _Agents:
+    """The engine set: one agent per node."""
+
+    def __init__(self, agents: list[_Forked]) -> None:
+        self._agents, self.pid = agents, agents[0].pid
+
+    async def wait(self) -> Ended:
+        ended = await asyncio.gather(*(agent.wait() for agent in self._agents))
+        return max(ended, key=lambda e: e.code)
+
+    async def kill(self) -> None:
+        for agent in self._agents:
+            await agent.kill()
+
+
 class _ForkLauncher:
     """Implements ``slurm_jap.launch.Launcher``."""
 
     def __init__(
-        self, functions: Mapping[int, MemberFunction], folder: Path, engine_variables: Mapping[str, str]
+        self, functions: Mapping[int, MemberFunction], folder: Path, engine_variables: Mapping[str, str], nodes: int
     ) -> None:
-        self.nodes = [Node(name=NODE, cpus=2)]
+        self.nodes = [Node(name=f"node{n}", cpus=2) for n in range(nodes)]
         self._functions, self._folder, self._engine_variables = functions, folder, engine_variables
         self.members: dict[int, _Forked] = {}
-        self.engine: _Forked | None = None
+        self.agents: list[_Forked] = []
 
     def node_of(self, member: Member) -> str:
-        return NODE
+        return self.nodes[member.index % len(self.nodes)].name
 
     async def start_member(self, member: Member, environment: Mapping[str, str]) -> _Forked:
         function = cloudpickle.dumps(self._functions[member.index])
@@ -106,10 +120,13 @@ class _ForkLauncher:
         forked = self.members[member.index] = _Forked(_member, variables, member.output, function, answer)
         return forked
 
-    async def start_engine(self, request: EngineRequest, environment: Mapping[str, str]) -> _Forked:
-        variables = {**environment, "JAP_NODE": NODE, **self._engine_variables}
-        self.engine = _Forked(_engine, variables, str(self._folder / "engine.log"))
-        return self.engine
+    async def start_engine(self, request: EngineRequest, environment: Mapping[str, str]) -> _Agents:
+        log = str(self._folder / "engine.log")
+        self.agents = [
+            _Forked(_engine, {**environment, "JAP_NODE": node.name, **self._engine_variables}, log)
+            for node in self.nodes
+        ]
+        return _Agents(self.agents)
 
     async def forward(self, signum: int) -> None:
         for forked in self.members.values():
@@ -137,6 +154,7 @@ def together(
     stages: int,
     groups: int = 1,
     throttle: int | None = None,
+    nodes: int = 1,
     engine_variables: Mapping[str, str] | None = None,
     during: Callable[[_ForkLauncher, SweepDir], Any] | None = None,
     seconds: float = SECONDS,
@@ -144,7 +162,8 @@ def together(
     """Train the members in one sweep.
 
     Args:
-        during: called in a thread while the sweep runs; may look at ``launcher.members`` and ``launcher.engine``.
+        nodes: with more than one, engines and members are spread over them, and talk TCP between them.
+        during: called in a thread while the sweep runs; may look at ``launcher.members`` and ``launcher.agents``.
     """
     with tempfile.TemporaryDirectory(prefix="jap-test-") as name:
         folder = Path(name)
@@ -155,13 +174,14 @@ def together(
         )  # fmt: skip
         sweep_dir = SweepDir.create(folder / "sweep")
         sweep_dir.write_manifest(sweep)
-        launcher = _ForkLauncher(functions, folder, engine_variables or {})
+        launcher = _ForkLauncher(functions, folder, engine_variables or {}, nodes)
         said: list[str] = []
 
         async def run() -> int:
             coordinator = Coordinator(
                 sweep, sweep_dir, launcher, arrays={i: {} for i in functions}, say=said.append,
                 engine_seconds=60.0, end_seconds=5.0, starting_at_once=len(functions),
+                tcp_hosts=["127.0.0.1"] if nodes > 1 else [],
             )  # fmt: skip
             side = asyncio.create_task(asyncio.to_thread(during, launcher, sweep_dir)) if during else None
             try:
@@ -170,7 +190,7 @@ def together(
                 log = (folder / "engine.log").read_text() if (folder / "engine.log").exists() else ""
                 raise AssertionError(f"the sweep hung for {seconds:g} s; engine said:\n{log[-3000:]}") from None
             finally:
-                for forked in [*launcher.members.values(), *([launcher.engine] if launcher.engine else [])]:
+                for forked in [*launcher.members.values(), *launcher.agents]:
                     await forked.kill()
             if side is not None:
                 await side

@@ -34,6 +34,9 @@ def batches(count: int, rows: int = 8, seed: int = 1) -> list[tuple[torch.Tensor
     ]
 
 
+MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
 def train(
     build: Callable[[], nn.Module],
     *,
@@ -41,7 +44,7 @@ def train(
     seed: int = 0,
     steps: int = 4,
     rows: int = 8,
-    optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.SGD, momentum=0.9),
+    optimizer: Callable[..., torch.optim.Optimizer] = MOMENTUM,
     loss: Callable[..., Any] | None = None,
     microbatches: int = 3,
     **options: Any,
@@ -71,3 +74,16 @@ def test_members_of_a_sweep_equal_themselves_alone(stages: int) -> None:
     for index, function in members.items():
         same_bits(outcome.answers[index], alone(function))
         assert outcome.answers[index]["untouched"]
+
+
+def test_stages_and_members_on_two_nodes_equal_themselves_alone() -> None:
+    """Between nodes everything goes over TCP, activations far larger than a socket's buffer included."""
+
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 40_000), nn.ReLU(), nn.Linear(40_000, 3))
+
+    members = {i: functools.partial(train, wide, seed=i, rows=64, microbatches=2, steps=2) for i in range(3)}
+    outcome = together(members, stages=2, nodes=2)
+    assert outcome.code == 0, outcome
+    for index, function in members.items():
+        same_bits(outcome.answers[index], alone(function))
