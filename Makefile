@@ -33,7 +33,7 @@ venv: .venv/.ready-test
 	touch $@
 
 .venv/.ready-test: pyproject.toml scripts/make-venv.sh
-	scripts/make-venv.sh "$(PYTHON)" examples,test
+	scripts/make-venv.sh "$(PYTHON)" examples,sim,test
 	touch .venv/.ready-examples $@
 
 slurm:

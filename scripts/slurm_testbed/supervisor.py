@@ -202,13 +202,17 @@ class Supervisor:
         self._wait_for("munged", (self.directory / "munge" / "socket").exists)
 
     def _start_database(self) -> None:
-        data = f"{self.base}/mysql/data"
+        # A folder of its own for temporary tables: at its start each server removes those that it finds there.
+        temporary = self.directory / "mysql" / "tmp"
+        temporary.mkdir()
+        shutil.chown(temporary, "mysql")
+        places = (f"--datadir={self.base}/mysql/data", f"--tmpdir={self.base}/mysql/tmp")
         self._client(
-            "mariadb-install-db", "--no-defaults", "--user=mysql", f"--datadir={data}", "--skip-test-db",
+            "mariadb-install-db", "--no-defaults", "--user=mysql", *places, "--skip-test-db",
             "--auth-root-authentication-method=socket", timeout=60,
         )  # fmt: skip
         self._start(
-            "mariadbd", "mariadbd", "--no-defaults", f"--datadir={data}", f"--socket={self.base}/mysql/socket",
+            "mariadbd", "mariadbd", "--no-defaults", *places, f"--socket={self.base}/mysql/socket",
             f"--pid-file={self.base}/mysql/pid", "--skip-networking", "--skip-log-bin", "--innodb-buffer-pool-size=64M",
             "--innodb-log-file-size=16M", "--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0",
             user="mysql",
