@@ -279,7 +279,7 @@ end
 -- How many members a specification names and how many may run at once (nil: all), as Slurm and array_spec.py read it.
 -- Counting stops beyond `limit`. nil: Slurm refuses the specification, or makes no array of it.
 function jap.members(spec, max_size, limit)
-   if #spec > 4095 then
+   if #spec > 4096 then
       return nil
    end
    local seen, count = {}, 0
@@ -572,7 +572,6 @@ end
 -- Fields that say nothing certain about a job which several members share.
 local UNCLEAR = {
    { "tres_per_socket", "--gpus-per-socket" },
-   { "tres_bind", "--gpu-bind" },
    { "ntasks_per_core", "--ntasks-per-core" },
    { "ntasks_per_socket", "--ntasks-per-socket" },
    { "ntasks_per_board", "--ntasks-per-board" },
@@ -591,6 +590,10 @@ local function member_request(jd)
       if text_of(jd[pair[1]]) or positive(jd[pair[1]]) then
          unclear(pair[2] .. " says nothing certain about a job that several members share")
       end
+   end
+   local binding = text_of(jd.tres_bind)
+   if binding and not binding:find("^gres/gpu[%w_.:%-]-:per_task:%d+$") then -- that, --gpus-per-task says from 24.11 on
+      unclear("--gpu-bind says nothing certain about a job that several members share")
    end
    local member = {}
    local low, high = positive(jd.min_nodes), positive(jd.max_nodes)
@@ -907,6 +910,7 @@ local function edits_for(jd, parts, conf, script, asked, fault)
    set("min_cpus", wanted.nodes * wanted.cpus_per_node)
    clear("tres_per_job")
    clear("tres_per_task")
+   clear("tres_bind")
    clear("cpus_per_tres")
    clear("mem_per_tres")
    if wanted.gres ~= "" then

@@ -7,10 +7,12 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from slurm_harness import Job, SlurmCluster
+from support import wait_until
 
 from slurm_jap import carried
 
@@ -361,3 +363,38 @@ def test_one_file_switches_it_off_and_on(cluster: SlurmCluster, workdir: Path, t
 def test_the_installed_files_are_the_repositorys(cluster: SlurmCluster) -> None:
     for name in ("jap.lua", "job_submit.lua"):
         assert (cluster.etc / name).read_bytes() == (REPOSITORY_ETC / name).read_bytes()
+
+
+def test_every_command_of_the_administrators_page(cluster: SlurmCluster, workdir: Path, jap_submit: str) -> None:
+    """In their order, on a folder of its own for /etc/slurm, on the partition that is enabled here."""
+    page = (REPOSITORY_ETC.parent / "docs" / "admin.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    assert len(commands) == 8
+    etc = workdir / "etc-slurm"
+    etc.mkdir()
+    here = {
+        " etc/": f" {REPOSITORY_ETC}/",
+        "/etc/slurm/": f"{etc}/",
+        "/opt/slurm-jap/bin/jap-submit": jap_submit,
+        "/opt/slurm-jap/bin/python": cluster.python,
+        "-p gpu": "-p jap",
+    }
+    printed = {}
+    for command in commands:
+        ours = command
+        for there, replacement in here.items():
+            ours = ours.replace(there, replacement)
+        user = "root" if ours.startswith(("install", "touch")) else cluster.user
+        printed[command.split()[0]] = cluster.run("bash", "-c", ours, cwd=workdir, user=user).stdout
+        if command.startswith("sbatch"):
+            job = cluster.submitted(printed["sbatch"])
+        if command.startswith("squeue"):
+            (row,) = [row for row in printed["squeue"].splitlines() if row.split()[0] == str(job.id)]
+            assert row.split(maxsplit=2)[2].startswith("jap:v1 array=0-3 members=4 ")
+            assert job.wait() == 0
+        if command.startswith("sacct"):  # accounting is late
+            run = partial(cluster.run, "bash", "-c", ours, cwd=workdir)
+            wait_until(lambda run=run: "jap:v1 array=0-3" in run().stdout, 30, "the job in sacct", every=0.5)
+    assert sorted(path.name for path in etc.iterdir()) == ["jap.conf", "jap.lua", "job_submit.lua"]
+    assert (workdir / f"slurm-{job.id}_3.out").read_text() == "member 3\n"

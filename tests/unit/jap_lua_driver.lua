@@ -38,7 +38,7 @@ slurm = {
 local WRITABLE = {
    admin_comment = "string", array_inx = "string", script = "string", std_err = "string", std_in = "string",
    std_out = "string", tres_per_job = "string", tres_per_node = "string", tres_per_task = "string",
-   cpus_per_tres = "string", mem_per_tres = "string", time_limit = "number", min_nodes = "number", max_nodes = "number",
+   tres_bind = "string", cpus_per_tres = "string", mem_per_tres = "string", time_limit = "number", min_nodes = "number", max_nodes = "number",
    num_tasks = "number", ntasks_per_node = "number", cpus_per_task = "number", pn_min_cpus = "number",
    min_cpus = "number", min_mem_per_node = "number", ntasks_per_tres = "number", time_min = "number", gres = "string",
 }

@@ -147,3 +147,7 @@ def test_the_shipped_example_is_good_and_shows_every_key() -> None:
     assert [key.name for key in conf.KEYS if f"{key.name}=" not in text] == []
     without_comments = re.sub(r"^#(?=\w+=)", "", text, flags=re.MULTILINE)
     assert conf.check_text(without_comments) == []
+
+
+def test_the_administrators_page_shows_the_table_of_keys() -> None:
+    assert conf.key_table() in (REPOSITORY / "docs" / "admin.md").read_text()
