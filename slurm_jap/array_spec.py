@@ -17,7 +17,7 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 """Slurm's MaxArraySize where slurm.conf sets none: the largest index is one less."""
 LARGEST_MAX_ARRAY_SIZE = 4_000_001
 """The largest MaxArraySize that Slurm accepts."""
-MAX_TEXT = 4095
+MAX_TEXT = 4096
 """Longer specifications are refused by the controller."""
 
 _LONG_MAX = 2**63 - 1

@@ -95,7 +95,7 @@ def test_too_many_tasks_and_too_long_a_text_are_refused() -> None:
     with pytest.raises(UsageError, match="max_array_tasks"):
         array_spec.parse("0-9", max_tasks=9)
     assert len(array_spec.parse("0-9", max_tasks=10)) == 10
-    with pytest.raises(UsageError, match="longer than 4095"):
+    with pytest.raises(UsageError, match="longer than 4096"):
         array_spec.parse(",".join(["1"] * 3000))
 
 
