@@ -13,6 +13,7 @@
 local jap = { VERSION = "1" }
 
 local MAX_SCRIPT = 1024 * 1024 -- bytes of a script that is searched and carried
+local MAX_HEADER = 65536 -- bytes of a script in which its #JAP lines stand
 local MAX_CONF = 65536 -- bytes of jap.conf
 local MAX_VALUE = 4096 -- bytes of a carried value
 local COMMENT_ARRAY = 200 -- bytes of an array specification repeated in admin_comment
@@ -138,7 +139,7 @@ local KEYS = {
    defmempernode = { name = "DefMemPerNode", read = memory_mb, field = "default_memory_per_node_mb" },
    partition = { name = "Partition", partition = true, read = is_name, field = "name" },
    maxtime = { name = "MaxTime", partition = true, read = minutes, field = "max_time_minutes" },
-   maxmembers = { name = "MaxMembers", partition = true, read = count_up_to(10000), field = "max_members" },
+   maxmembers = { name = "MaxMembers", partition = true, read = count_up_to(1000), field = "max_members" },
    nodecpus = { name = "NodeCPUs", partition = true, read = count_up_to(4000001), field = "node_cpus" },
    nodememory = { name = "NodeMemory", partition = true, read = memory_mb, field = "node_memory_mb" },
    nodegpus = { name = "NodeGPUs", partition = true, read = count_up_to(4000001), field = "node_gpus" },
@@ -394,6 +395,7 @@ local function read_directives(found, words)
       position = position + 1
       if not read then
          return "unknown #JAP key " .. quoted(word)
+            .. " (the keys are --stages, --groups, --member-mem, --member-cpus, --shared-job-id)"
       end
       if read == "flag" then
          if equals ~= "" then
@@ -421,19 +423,21 @@ end
 -- They stand where #SBATCH lines may stand: before the first line that is neither blank nor a comment. All of them form
 -- one list of words.
 function jap.directives(script)
-   local words, fault = nil, nil
-   for line in (script .. "\n"):gmatch("([^\n]*)\n") do
+   local words, fault, ended = nil, nil, #script <= MAX_HEADER
+   for line in (script:sub(1, MAX_HEADER) .. "\n"):gmatch("([^\n]*)\n") do
       local rest = line:match("^#JAP(.*)$")
       if rest and (rest == "" or rest:find("^%s") or rest:sub(1, 2) == "--") then
          words = words or {}
          fault = fault or append_words(words, rest)
       elseif line:find("^%s*[^%s#]") then
+         ended = true
          break
       end
    end
    if not words then
       return nil
    end
+   fault = fault or not ended and "more than " .. integer(MAX_HEADER) .. " bytes of comments begin the script" or nil
    local found = {}
    return found, fault or read_directives(found, words)
 end
@@ -587,7 +591,9 @@ local UNCLEAR = {
 -- What one member asks for, over all its nodes: resources.member_request, from the job's fields.
 local function member_request(jd)
    for _, pair in ipairs(UNCLEAR) do
-      if text_of(jd[pair[1]]) or positive(jd[pair[1]]) then
+      local value = text_of(jd[pair[1]]) or positive(jd[pair[1]])
+      -- --hint=nomultithread sets threads_per_core too, and often stands in everybody's environment.
+      if value and not (pair[1] == "threads_per_core" and text_of(jd.environment.SLURM_HINT)) then
          unclear(pair[2] .. " says nothing certain about a job that several members share")
       end
    end
@@ -664,12 +670,18 @@ local function limits_of(defaults, conf, part)
    if not per_node and not per_cpu then
       per_node, per_cpu = defaults.default_memory_per_node_mb, defaults.default_memory_per_cpu_mb
    end
+   local cpus = least(conf.node_cpus or positive(share), positive(part.max_cpus_per_node))
+   local memory = least(conf.node_memory_mb, positive(part.max_mem_per_node))
+   local most_per_cpu = positive(part.max_mem_per_cpu)
+   if conf.node_memory_mb and most_per_cpu and cpus then -- beyond it Slurm would ask for more CPUs than there are
+      memory = math.min(memory, most_per_cpu * cpus)
+   end
    return {
       max_time = least(conf.max_time_minutes, positive(part.max_time)),
       default_time = positive(part.default_time),
       max_nodes = least(total_nodes, positive(part.max_nodes)),
-      cpus = least(conf.node_cpus or positive(share), positive(part.max_cpus_per_node)),
-      memory = least(conf.node_memory_mb, positive(part.max_mem_per_node)),
+      cpus = cpus,
+      memory = memory,
       gpus = conf.node_gpus,
       default_per_node = per_node,
       default_per_cpu = per_cpu,
@@ -836,7 +848,7 @@ local function edits_for(jd, parts, conf, script, asked, fault)
          .. table.concat(conf.names, ", ") .. ")")
    end
    if fault then
-      unclear(fault .. " (the keys are --stages, --groups, --member-mem, --member-cpus, --shared-job-id)")
+      unclear(fault)
    end
    if #script > MAX_SCRIPT then
       unclear("the script is larger than " .. integer(MAX_SCRIPT) .. " bytes")

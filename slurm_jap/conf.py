@@ -36,7 +36,7 @@ class Kind(str, enum.Enum):
     PATH = "an absolute path without spaces, quotes, $, !, \\ or #"
     NAME = "a partition's name: letters, digits, '_', '-', '.'"
     COUNT = "a whole number from 1 to 4000001"
-    MEMBERS = "a whole number from 1 to 10000"
+    MEMBERS = "a whole number from 1 to 1000"
     MINUTES = "a time as Slurm writes it (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS), at least one minute"
     MEMORY = "a whole number with K, M, G or T (without: M), at least 1M"
 
@@ -215,7 +215,7 @@ _PARSERS: dict[Kind, Callable[[str], int | str | None]] = {
     Kind.PATH: _parse_path,
     Kind.NAME: _parse_name,
     Kind.COUNT: _count_up_to(4_000_001),
-    Kind.MEMBERS: _count_up_to(10_000),
+    Kind.MEMBERS: _count_up_to(1000),
     Kind.MINUTES: parse_minutes,
     Kind.MEMORY: parse_memory_mb,
 }

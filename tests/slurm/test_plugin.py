@@ -151,6 +151,9 @@ REQUESTS = [
     ["-o", "%j.out"],
     ["-o", "%j_%a.out"],
     ["--threads-per-core=1"],
+    ["--hint=nomultithread"],
+    ["--signal=B:USR1@60"],
+    ["--requeue"],
 ]
 
 

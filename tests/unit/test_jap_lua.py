@@ -572,6 +572,7 @@ PLAIN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "line break in a value": (job(std_out="/home/a\nb/%a"), "the value of output holds a line break"),
     "line break in the script's name": (job(argv={0: "/home/a\r.sh"}), "the value of script_name holds a line break"),
+    "all comments": (job(script="#!/bin/sh\n#JAP\n" + "# x\n" * 20000), "more than 65536 bytes of comments"),
     "large script": (job(script=SCRIPT + "#" * (1 << 20)), "the script is larger than 1048576 bytes"),
 }  # fmt: skip
 
@@ -599,6 +600,21 @@ def test_partition_memory_defaults_limit_members(lua: Lua) -> None:
     facts, _ = carried.parse(bytes_of(got.answer["fields"]["script"]))
     assert facts.member_mem_mb == 2000
     assert got.answer["fields"]["min_mem_per_node"] == 2000 * 9
+
+
+def test_a_partitions_largest_memory_is_respected(lua: Lua) -> None:
+    asked = {"min_mem_per_node": 10000}
+    limits = [{}, {"max_mem_per_node": 30000}, {"max_mem_per_cpu": 500}]
+    got = lua([job(**asked) | {"parts": {"gpu": PARTS["gpu"] | limit}} for limit in limits])
+    assert [answer.answer["fields"]["min_mem_per_node"] for answer in got] == [90000, 30000, 30000]
+
+
+def test_hints_about_threads_are_no_obstacle(lua: Lua) -> None:
+    hinted, said = lua(
+        [job(threads_per_core=1) | {"environment": {"SLURM_HINT": "nomultithread"}}, job(threads_per_core=1)]
+    )
+    assert hinted.answer["fields"].get("array_inx") is None
+    assert reason(said).startswith("--threads-per-core")
 
 
 def test_tasks_per_node_say_how_many_nodes(lua: Lua) -> None:
