@@ -70,6 +70,7 @@ class Limits:
     max_nodes: int | None = None
     max_cpus_per_node: int | None = None
     max_memory_per_node_mb: int | None = None
+    max_memory_per_cpu_mb: int | None = None
     default_memory_per_node_mb: int | None = None
     default_memory_per_cpu_mb: int | None = None
     default_memory_per_gpu_mb: int | None = None
@@ -249,13 +250,13 @@ def member_request(options: Mapping[str, str]) -> MemberRequest:
     for name in sorted(UNCLEAR):
         if name in options:
             raise Unclear(f"--{name} says nothing certain about a job that several members share")
-    nodes = _nodes(options["nodes"]) if "nodes" in options else 1
-    if "ntasks" in options:
-        tasks = _count(options["ntasks"], "--ntasks")
-    elif "ntasks-per-node" in options:
-        tasks = nodes * _count(options["ntasks-per-node"], "--ntasks-per-node")
+    tasks = _count(options["ntasks"], "--ntasks") if "ntasks" in options else None
+    tasks_per_node = _count(options["ntasks-per-node"], "--ntasks-per-node") if "ntasks-per-node" in options else None
+    if "nodes" in options:
+        nodes = _nodes(options["nodes"])
     else:
-        tasks = nodes
+        nodes = math.ceil(tasks / tasks_per_node) if tasks and tasks_per_node else 1
+    tasks = tasks or nodes * (tasks_per_node or 1)
 
     task_gpus, task_cpus = _per_task(options["tres-per-task"]) if "tres-per-task" in options else ({}, None)
     ways: dict[str, dict[str, int]] = {}
@@ -402,6 +403,8 @@ def plan(
     own_memory = member.memory_mb if member.memory_mb is not None else _default_memory(member, own_cpus, limits)
     member_memory = asked.member_mem or (math.ceil(own_memory / member.nodes) if own_memory else None)
     most_memory = _least(node.memory_mb if node else None, limits.max_memory_per_node_mb)
+    if limits.max_memory_per_cpu_mb is not None and most_cpus is not None:  # beyond it, Slurm asks for more CPUs
+        most_memory = _least(most_memory, limits.max_memory_per_cpu_mb * most_cpus)
     whole_node = own_memory == 0 or (own_memory is None and asked.member_mem is not None)
     engine_memory = math.ceil(groups * (own_memory or 0) / nodes)
 

@@ -41,6 +41,9 @@ class Config:
     default_memory_per_cpu_mb: int | None
     default_memory_per_node_mb: int | None
     max_memory_per_node_mb: int | None
+    max_memory_per_cpu_mb: int | None
+    file: str
+    """Path of its slurm.conf here; empty: not told."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +143,8 @@ class Commands:
             default_memory_per_cpu_mb=_number(values.get("DefMemPerCPU")),
             default_memory_per_node_mb=_number(values.get("DefMemPerNode")),
             max_memory_per_node_mb=_number(values.get("MaxMemPerNode")),
+            max_memory_per_cpu_mb=_number(values.get("MaxMemPerCPU")),
+            file=values.get("SLURM_CONF", ""),
         )
 
     def limits(self, partition: str, config: Config, feature: str = "") -> Limits:
@@ -164,13 +169,17 @@ class Commands:
         per_cpu, per_node = _number(chosen.get("DefMemPerCPU")), _number(chosen.get("DefMemPerNode"))
         if per_cpu is None and per_node is None:
             per_cpu, per_node = config.default_memory_per_cpu_mb, config.default_memory_per_node_mb
+        most_per_cpu, most_per_node = _number(chosen.get("MaxMemPerCPU")), _number(chosen.get("MaxMemPerNode"))
+        if most_per_cpu is None and most_per_node is None:
+            most_per_cpu, most_per_node = config.max_memory_per_cpu_mb, config.max_memory_per_node_mb
         return Limits(
             partition=chosen["PartitionName"],
             max_time_min=_minutes(chosen.get("MaxTime")),
             default_time_min=_minutes(chosen.get("DefaultTime")),
             max_nodes=_number(chosen.get("MaxNodes")),
             max_cpus_per_node=_number(chosen.get("MaxCPUsPerNode")),
-            max_memory_per_node_mb=_number(chosen.get("MaxMemPerNode")) or config.max_memory_per_node_mb or None,
+            max_memory_per_node_mb=most_per_node or None,
+            max_memory_per_cpu_mb=most_per_cpu or None,
             default_memory_per_cpu_mb=per_cpu or None,
             default_memory_per_node_mb=per_node or None,
             default_memory_per_gpu_mb=_number(job_defaults.get("DefMemPerGPU")) or None,

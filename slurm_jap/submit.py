@@ -9,6 +9,7 @@ Exit codes: sbatch's (with ``--wait`` the highest member's); 2 for what cannot b
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pwd
 import shutil
@@ -18,9 +19,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from slurm_jap import array_spec, carried, coalesce, explain, filename_pattern, jap_options, resources, sbatch_options
+from slurm_jap import (
+    array_spec,
+    carried,
+    coalesce,
+    conf,
+    explain,
+    filename_pattern,
+    jap_options,
+    resources,
+    sbatch_options,
+)
 from slurm_jap._version import __version__
 from slurm_jap.coalesce import Coalesced, Plain
+from slurm_jap.conf import PartitionConf
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
 from slurm_jap.jap_options import JapOptions
 from slurm_jap.resources import Limits
@@ -170,6 +182,10 @@ def _decide(
         if not explaining:
             raise Plain(f"Slurm does not answer ({error})") from None
         unknown = str(error)
+    site = _site_conf(config.file, limits.partition) if config else None
+    if site is not None:
+        most = site.max_time_minutes if limits.max_time_min is None else min(limits.max_time_min, site.max_time_minutes)
+        limits = dataclasses.replace(limits, max_time_min=most)
     spec = coalesce.parse_array(
         options,
         config.max_array_size if config else array_spec.DEFAULT_MAX_ARRAY_SIZE,
@@ -177,8 +193,19 @@ def _decide(
     )
     if spec is None:
         raise Plain(f"--array={_value(options, 'array')} names no task")
+    if site is not None and len(spec) > site.max_members:
+        raise Plain(f"{len(spec)} members are more than MaxMembers={site.max_members} of jap.conf; split the array")
     slurm = config.version if config else (24, 11)
     return coalesce.decide(submission, script.text, script.name, asked, spec, limits, slurm), unknown
+
+
+def _site_conf(slurm_conf: str, partition: str) -> PartitionConf | None:
+    """What the administrator's jap.conf, beside slurm.conf, says of a partition; None: nothing, or nothing readable."""
+    try:
+        with open(os.path.join(os.path.dirname(slurm_conf), "jap.conf"), encoding="utf-8") as file:
+            return conf.parse(file.read(conf.MAX_BYTES + 1)).partitions.get(partition)
+    except (OSError, ValueError):
+        return None
 
 
 def _check_output_folders(job: Coalesced, options: dict[str, Given], script: Script) -> None:
@@ -317,8 +344,6 @@ def _run_local(line: CommandLine) -> int:
 
 
 def _check_conf(path: str) -> int:
-    from slurm_jap import conf
-
     problems = conf.check_file(path)
     for problem in problems:
         print(problem, file=sys.stderr)

@@ -45,6 +45,7 @@ LIMITS = Limits(partition="gpu", max_time_min=10_080, default_time_min=60, node_
         ({"gpus-per-task": "1", "ntasks": "4"}, 4, ""),
         ({"gpus-per-task": "a100:1", "ntasks-per-node": "2", "nodes": "2"}, 4, "a100"),
         ({"gpus-per-task": "2"}, 2, ""),
+        ({"gres": "gpu:2", "ntasks": "4", "ntasks-per-node": "2"}, 4, ""),
         ({"tres-per-task": "cpu=10,gres/gpu:a100:2", "ntasks": "2"}, 4, "a100"),
         ({"tres-per-task": "gres/gpu=2"}, 2, ""),
         ({"gpus": "4", "gpus-per-node": "2", "nodes": "2"}, 4, ""),
@@ -167,6 +168,11 @@ def test_memory_limits_members_at_once() -> None:
     assert request.member_time_min == 180
     assert "3 of 8 members at once" in request.notes[0]
     assert sized({"gpus": 1, "memory_mb": 32_000}, member_mem=4000).at_once == 8
+
+
+def test_a_limit_per_cpu_limits_the_node() -> None:
+    limits = Limits(max_memory_per_cpu_mb=1000, node_classes=(nodes(),))
+    assert sized({"gpus": 1, "memory_mb": 8000}, limits=limits).at_once == 3
 
 
 def test_a_member_that_needs_the_node_for_itself_stays_alone() -> None:

@@ -5,13 +5,17 @@ The stand-ins for Slurm's commands print what Slurm 22.05.8 printed; the real co
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from slurm_jap import submit
 
 JAP_SUBMIT = [sys.executable, "-m", "slurm_jap.submit"]
 
@@ -72,6 +76,24 @@ def run(
         env=os.environ | environment,
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.fixture
+def refusal(fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run jap-submit in this process, which must refuse; returns its one line. Nothing reaches sbatch."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("handed to sbatch")
+
+    monkeypatch.setattr(os, "execve", never)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+
+    def run_here(*arguments: str) -> str:
+        code = submit.main(arguments)
+        out, err = capfd.readouterr()
+        return refused(subprocess.CompletedProcess(arguments, code, out, err), fake)
+
+    return run_here
 
 
 def refused(done: subprocess.CompletedProcess[str], folder: Path) -> str:
@@ -229,13 +251,15 @@ def test_a_script_on_standard_input_is_coalesced(fake: Path) -> None:
         (["--jap-local", "--odd", "t.sh"], "--odd is not one of sbatch's own"),
     ],
 )
-def test_faults_are_one_line_and_nothing_is_submitted(fake: Path, arguments: list[str], reason: str) -> None:
-    assert reason in refused(run(*arguments), fake)
+def test_faults_are_one_line_and_nothing_is_submitted(
+    refusal: Callable[..., str], arguments: list[str], reason: str
+) -> None:
+    assert reason in refusal(*arguments)
 
 
-def test_a_wrong_jap_line_is_refused(fake: Path) -> None:
+def test_a_wrong_jap_line_is_refused(fake: Path, refusal: Callable[..., str]) -> None:
     (fake / "t.sh").write_text(SCRIPT.replace("#JAP", "#JAP --stagse=2"))
-    assert "t.sh, line 3: unknown key '--stagse=2'; did you mean --stages?" in refused(run("t.sh"), fake)
+    assert "t.sh, line 3: unknown key '--stagse=2'; did you mean --stages?" in refusal("t.sh")
 
 
 def test_an_unreadable_script_is_refused(fake: Path) -> None:
@@ -262,6 +286,14 @@ def test_a_slurm_that_does_not_answer_gets_the_array_as_it_is(fake: Path) -> Non
     done = run("t.sh")
     assert "plain array: Slurm does not answer (scontrol show config: slurm_load_ctl_conf error" in done.stderr
     assert (fake / "argv").read_text() == "t.sh\n"
+
+
+def test_the_administrators_limits_hold(fake: Path) -> None:
+    (fake / "jap.conf").write_text("Python=/p\nPartition=normal MaxTime=5:00:00 MaxMembers=4\n")
+    command(fake, "scontrol", SCONTROL.replace("SLURM_VERSION", f"SLURM_CONF = {fake}/slurm.conf\nSLURM_VERSION"))
+    assert run("t.sh").stderr.startswith("jap: one job trains 4 members")
+    assert "4 x 90 minutes" in run("-t", "90", "t.sh").stderr
+    assert "5 members are more than MaxMembers=4 of jap.conf" in run("-a", "0-4", "t.sh").stderr
 
 
 def test_explain_submits_nothing_and_works_without_slurm(fake: Path) -> None:
@@ -317,3 +349,17 @@ def test_check_conf(tmp_path: Path) -> None:
     done = run(f"--jap-check-conf={bad}")
     assert done.returncode == 2
     assert "MaxTime" in done.stderr
+
+
+def test_local_members_run_here_with_their_own_environment_output_and_code(fake: Path) -> None:
+    (fake / "sub").mkdir()
+    (fake / "t.sh").write_text(
+        "#!/bin/bash\n#SBATCH --array=1-5:2 --gres=gpu:2 -J sweep -o out/%x.%a -D sub\n#JAP\n"
+        'echo "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT $PWD $*"\nexit $SLURM_ARRAY_TASK_ID\n'
+    )
+    (fake / "sub" / "out").mkdir()
+    done = run("-Q", "--jap-local", "t.sh", "a b", "c", PATH="/usr/bin:/bin", SLURM_ARRAY_TASK_ID="77")
+    assert done.returncode == 5, done
+    for index in 1, 3, 5:
+        assert (fake / "sub" / "out" / f"sweep.{index}").read_text() == f"{index}/3 {fake / 'sub'} a b c\n"
+    assert not (fake / "calls").exists()
