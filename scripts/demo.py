@@ -81,20 +81,24 @@ def demo(console: Console, folder: Path, array: str, epochs: int) -> int:
     )
     together = run_array(console, folder / "together", array, epochs)
 
-    console.print("The same members one after another, each alone through the same engine:")
+    console.print(f"Done in {together.wall:.0f} s. The same members one after another, alone in the same engine:")
+    console.print(
+        f"    for i in {' '.join(map(str, indices))}: jap-submit --jap-local --array=$i sweep.sh --epochs {epochs}"
+    )
     alone: dict[int, Run] = {}
     for index in indices:
         alone[index] = run_array(console, folder / "alone" / str(index), str(index), epochs, earlier=alone)
+    console.print(f"Done in {sum(run.wall for run in alone.values()):.0f} s.")
 
-    members = together.view.members
+    members, cores = together.view.members, len(os.sched_getaffinity(0))
     same_logs = [m.member.index for m in members if same_log(m, alone[m.member.index])]
     same_models = [i for i in indices if same_parameters(folder, i)]
     console.print(results(together.view))
     console.print(times(together, list(alone.values())))
     console.print(
         Text(
-            f"Both ways use {STAGES} engine processes and one process per member at work, on {os.cpu_count()} CPU "
-            "cores. One after another: an array of one member each, one at a time. Training only: from the first "
+            f"Both ways use {STAGES} engine processes and one process per member at work, on {cores} CPU cores. "
+            "One after another: an array of one member each, one at a time. Training only: from the first "
             "member's joining the engine to the last one's leaving it, for the second column summed over the members."
         )
     )
