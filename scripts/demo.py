@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurm_jap import array_spec, status, status_table, store
-from slurm_jap.errors import UsageError
+from slurm_jap.errors import USAGE_EXIT_CODE, UsageError
 from slurm_jap.status_view import MemberView, SweepReader, SweepView
 from slurm_jap.sweep import MemberState
 
@@ -66,7 +66,7 @@ def main() -> int:
         return demo(console, folder.absolute(), arguments.array, arguments.epochs)
     except (DemoError, UsageError) as error:
         console.print(Text(f"demo: {error}"), soft_wrap=True)
-        return 1
+        return USAGE_EXIT_CODE if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
     finally:
@@ -117,12 +117,13 @@ def run_array(console: Console, folder: Path, array: str, epochs: int, earlier: 
 
     Raises:
         DemoError: it left no sweep directory, or did not end in time.
+        UsageError: the folder exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", ".jap", "*.out", "*.pt"))
     except FileExistsError:
-        raise DemoError(f"{folder} exists: remove it, or pass another --dir") from None
+        raise UsageError(f"{folder} exists: remove it, or pass another --dir") from None
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = [sys.executable, "-m", "slurm_jap.submit", "--jap-local", f"--array={array}"]
