@@ -73,7 +73,7 @@ def _main(argv: list[str]) -> int:
     if "version" in early:
         print(f"slurm-jap {__version__}", flush=True)
         return _become_sbatch(line.handed_on, None) if shutil.which("sbatch") else 0
-    if "usage" in early:
+    if "usage" in early or any(given.name == "autocomplete" for given in line.options):
         return _become_sbatch(line.handed_on, None)
     explaining, local = "--jap-explain" in line.flags, "--jap-local" in line.flags
     if "--jap-json" in line.flags and not explaining:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_jap import submit
+from slurm_jap import slurm, submit
 
 JAP_SUBMIT = [sys.executable, "-m", "slurm_jap.submit"]
 
@@ -129,6 +129,18 @@ def test_a_submission_that_failed_after_queueing_is_found_and_not_repeated(fake:
     assert (done.returncode, done.stdout) == (0, "91\n")
     assert "job 91 is in the queue" in done.stderr
     assert (fake / "calls").read_text() == "x\n"
+
+
+def test_an_sbatch_that_hangs_is_given_up_and_the_queue_asked(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "SUBMIT_SECONDS", 0.5)
+    command(fake, "sbatch", SBATCH + "exec sleep 300\n")
+    assert submit.main(["t.sh"]) == 137
+    assert "nothing was submitted" in capsys.readouterr().err
+    command(fake, "sbatch", SBATCH + 'echo "$script" >"$FAKE/queued"; exec sleep 300\n')
+    assert submit.main(["--parsable", "t.sh"]) == 0
+    assert capsys.readouterr().out == "91\n"
 
 
 @pytest.mark.parametrize("body", ["exit 3\n", "echo nothing to see\nexit 3\n", "kill -9 $$\n"])
