@@ -1,9 +1,9 @@
-"""What coalescing the members of one array gains: the planner's bounds in closed form.
+"""What coalescing the members of one array gains: the scheduler's own periods, for equal members on equal stages.
 
-Pure: no I/O, no torch. One member alone is a pipeline of ``stages`` devices whose iteration cannot be shorter than its
-critical path. ``g`` members in one group share a pipeline ``g`` times as deep, on the same devices with the same state
-per device; a period of theirs cannot be shorter than the busiest stage's load, one member's critical path, or the
-busiest link. Times are in units of one forward of one micro-batch on one stage of the member alone.
+Pure: no I/O, no torch. One member alone is a pipeline of ``stages`` devices. ``g`` members in one group share a
+pipeline ``g`` times as deep, on the same devices with the same state per device. The time of one iteration of all
+members is the period of the schedule that ``slurm_jap.stream`` finds, or its lower bound. Times are in units of one
+forward of one micro-batch on one stage of the member alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from slurm_jap.errors import UsageError
+from slurm_jap.problem import Bound, Problem, lower_bound, uniform
+from slurm_jap.stream import stream
 
+SEARCH = 60_000
+"""Work that ``stream`` may spend on one schedule: less than when a job is planned, since a trace needs hundreds."""
+PERIODS = ("schedule", "bound")
 NO_GAIN_ONE_STAGE = "a member fits one device, so its pipeline has no idle time to share"
 NO_GAIN_ALONE = "no sibling to share a pipeline with"
 NO_GAIN_DEPTH = "the deeper pipeline would need more stages than --max-stages allows"
@@ -37,6 +42,10 @@ class Assumptions:
     """Delay of one transfer between neighbouring stages, in forwards of one micro-batch on one plain stage."""
     backward: float = 2.0
     """Time of a backward, in forwards."""
+    activations: float = 2.0
+    """Micro-batches that a stage may hold, as a multiple of what one 1F1B pipeline holds there."""
+    periods: str = "schedule"
+    """``schedule``: the period of a schedule that was found; ``bound``: the lower bound, which may be out of reach."""
     max_stages: int = 32
     """The deepest pipeline that the networks have blocks for."""
     max_members: int = 64
@@ -60,66 +69,67 @@ class Assumptions:
         for name in ("link", "backward"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UsageError(_at_least(name, getattr(self, name), 0))
-        if not 1 <= self.min_gain < float("inf"):
-            raise UsageError(_at_least("min_gain", self.min_gain, 1))
+        for name in ("activations", "min_gain"):
+            if not 1 <= getattr(self, name) < float("inf"):
+                raise UsageError(_at_least(name, getattr(self, name), 1))
+        if self.periods not in PERIODS:
+            raise UsageError(f"--periods is {self.periods!r}, but must be one of {', '.join(PERIODS)}")
 
 
 def _at_least(name: str, value: object, least: int) -> str:
     return f"--{name.replace('_', '-')} is {value}, but must be a number of at least {least}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Period:
-    """A lower bound on one iteration of every member of a group, with the bound that rules."""
-
-    load: float
-    """Forward and backward work of all members on one stage."""
-    path: float
-    """One member's critical path: fill, micro-batches, drain, transfers."""
-    links: float
-    """Occupation of one direction of one link."""
-
-    @property
-    def bound(self) -> float:
-        """The largest of the three."""
-        return max(self.load, self.path, self.links)
-
-    @property
-    def bound_by(self) -> str:
-        """``load``, ``path`` or ``link``: the bound that rules (the first of them, where equal)."""
-        return max((("load", self.load), ("path", self.path), ("link", self.links)), key=lambda pair: pair[1])[0]
-
-
-@functools.cache
-def group_period(members: int, depth: int, stages: int, assumptions: Assumptions) -> Period:
-    """The bounds for ``members`` equal members on one pipeline of ``depth`` x ``stages`` stages.
+def group_problem(members: int, depth: int, stages: int, assumptions: Assumptions) -> Problem:
+    """``members`` equal members on one pipeline of ``depth`` x ``stages`` stages.
 
     ``depth`` is the number of members the group was sized for: a stage holds 1/``depth`` of the work of a stage of a
     member alone. ``members`` may be smaller, once siblings have left.
     """
-    slot = (1.0 + assumptions.backward) / depth
-    total_stages = depth * stages
-    return Period(
-        load=members * assumptions.microbatches * slot,
-        path=(assumptions.microbatches + total_stages - 1) * slot + 2 * (total_stages - 1) * assumptions.link,
-        links=members * assumptions.microbatches * assumptions.link if total_stages > 1 else 0.0,
+    return uniform(
+        stages=depth * stages,
+        members=members,
+        microbatches=assumptions.microbatches,
+        forward=1.0 / depth,
+        backward=assumptions.backward / depth,
+        link=assumptions.link,
+        memory=assumptions.activations,
     )
+
+
+def group_bound(members: int, depth: int, stages: int, assumptions: Assumptions) -> Bound:
+    """The lower bounds on the period of ``group_problem``."""
+    return lower_bound(group_problem(members, depth, stages, assumptions))
+
+
+def group_period(members: int, depth: int, stages: int, assumptions: Assumptions) -> float:
+    """One iteration of every member of the group."""
+    period = _period(group_problem(members, depth, stages, assumptions), assumptions.periods)
+    if members < depth:
+        # Leaving a member out of a schedule makes it no longer, whatever the search found for fewer members.
+        period = min(period, _period(group_problem(depth, depth, stages, assumptions), assumptions.periods))
+    return period
+
+
+@functools.cache
+def _period(problem: Problem, periods: str) -> float:
+    return lower_bound(problem).period if periods == "bound" else stream(problem, work=SEARCH).period
 
 
 def plain_period(stages: int, assumptions: Assumptions) -> float:
     """One iteration of a member alone on ``stages`` stages."""
-    return group_period(1, 1, stages, assumptions).bound
+    return group_period(1, 1, stages, assumptions)
 
 
 def gain(depth: int, stages: int, assumptions: Assumptions) -> float:
     """How many times faster ``depth`` members train together than side by side on the same devices."""
-    return plain_period(stages, assumptions) / group_period(depth, depth, stages, assumptions).bound
+    return plain_period(stages, assumptions) / group_period(depth, depth, stages, assumptions)
 
 
 def busy_share(members: int, depth: int, stages: int, assumptions: Assumptions) -> float:
     """Share of a period in which a device of the group computes."""
-    period = group_period(members, depth, stages, assumptions)
-    return period.load / period.bound
+    load = group_bound(members, depth, stages, assumptions).load
+    return load / group_period(members, depth, stages, assumptions)
 
 
 def split_devices(gpus: int, assumptions: Assumptions) -> tuple[int, int]:
@@ -188,7 +198,7 @@ def plan_array(members: int, gpus: int, cluster_gpus: int, assumptions: Assumpti
     for depth, groups in _cheapest_groups(places, tuple(sorted(useful.items()))):
         if depth == 1:
             continue
-        bound_by = group_period(depth, depth, stages, assumptions).bound_by
+        bound_by = group_bound(depth, depth, stages, assumptions).by.value
         while groups:
             count = min(groups, most_places // depth)
             groups -= count
@@ -234,7 +244,7 @@ def finish_times(durations: Sequence[int], groups: int, depth: int, stages: int,
     """
     alone = plain_period(stages, assumptions)
     # pace[k]: time per unit of each member's own progress while k members are active.
-    pace = [0.0] + [group_period(count, depth, stages, assumptions).bound / alone for count in range(1, depth + 1)]
+    pace = [0.0] + [group_period(count, depth, stages, assumptions) / alone for count in range(1, depth + 1)]
     ends = [0.0] * len(durations)
     waiting = deque(range(groups * depth, len(durations)))
     progress, clock = [0.0] * groups, [0.0] * groups

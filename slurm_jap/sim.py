@@ -94,6 +94,15 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--stages", type=int, metavar="S", help="of one member's pipeline (default: its GPUs)")
     model.add_argument("--link", type=float, default=0.05, metavar="X", help="delay of a transfer, in forwards (0.05)")
     model.add_argument("--backward", type=float, default=2.0, metavar="X", help="a backward, in forwards (2)")
+    model.add_argument(
+        "--activations", type=float, default=2.0, metavar="X", help="held per stage, in those of one 1F1B pipeline (2)"
+    )
+    model.add_argument(
+        "--periods",
+        choices=("schedule", "bound"),
+        default="schedule",
+        help="time per iteration: of the schedule that the planner finds, or its lower bound (schedule)",
+    )
     model.add_argument("--max-stages", type=int, default=32, metavar="N", help="deepest pipeline networks allow (32)")
     model.add_argument("--max-members", type=int, default=64, metavar="N", help="members of a coalesced job (64)")
     model.add_argument("--max-gpus", type=int, metavar="N", help="GPUs of a coalesced job (default: the cluster's)")
@@ -421,6 +430,7 @@ class Study:
         vary("microbatches", (2, 4, 8, 16, 32))
         vary("stages", (None, 2, 4, 8))
         vary("link", (0.0, 0.05, 0.2))
+        vary("periods", ("schedule", "bound"))
         vary("max_stages", (8, 16, 32, 64))
         vary("max_members", (2, 4, 8, 64))
         vary("waves", (1, 2, 4))

@@ -92,6 +92,8 @@ def heading(result: Result) -> list[str]:
         f"assumed   every array member is a pipeline; stages: {stages}, micro-batches: {given['microbatches']}, "
         f"link delay: {given['link']:g} forward, backward: {given['backward']:g} forwards"
     )
+    of = "the schedules found" if given["periods"] == "schedule" else "lower bounds, which may be out of reach"
+    lines.append(f"  time per iteration: of {of}; {given['activations']:g} x the activations of a 1F1B pipeline")
     lines.append(
         f"  at most {given['max_stages']} stages, {given['max_members']} members"
         f"{', ' + str(given['max_gpus']) + ' GPUs' if given['max_gpus'] else ''} per coalesced job; one job per "

@@ -370,9 +370,21 @@ def _sacct_job(row: int, field: Callable[[str], str], elapsed: str, limit_column
 # --- CSV ------------------------------------------------------------------------------------------------------------
 
 
+def _csv_fields(line: str) -> list[str]:
+    if '"' not in line:
+        return line.split(",")
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise _BadRowError(RULE_TORN, str(error)) from None
+
+
 def _read_csv(rows: Iterator[tuple[int, str]], source: str, columns: Mapping[str, str], unit: int) -> Trace:
     header_row, header = next(rows)
-    names = [name.strip() for name in next(csv.reader([header]))]
+    try:
+        names = [name.strip() for name in _csv_fields(header)]
+    except _BadRowError as bad:
+        raise UsageError(f"{source}:{header_row}: {bad} in the header {_short(header)}; mend it") from None
     lower = {name.lower(): index for index, name in enumerate(names)}
     at: dict[str, int] = {}
     for key, known in CSV_NAMES.items():
@@ -404,12 +416,13 @@ def _read_csv(rows: Iterator[tuple[int, str]], source: str, columns: Mapping[str
         if line == header:
             continue
         count += 1
-        fields = next(csv.reader([line])) if '"' in line else line.split(",")
+        fields: list[str] = []
 
-        def field(key: str, fields: list[str] = fields) -> str:
-            return fields[at[key]].strip() if key in at else ""
+        def field(key: str) -> str:
+            return fields[at[key]].strip() if key in at else ""  # noqa: B023 (called in this turn of the loop only)
 
         try:
+            fields = _csv_fields(line)
             if len(fields) != width:
                 raise _BadRowError(RULE_TORN, f"{len(fields)} fields where the header has {width}")
             duration = _span(fields[duration_at], unit, "duration")

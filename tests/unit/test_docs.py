@@ -11,9 +11,10 @@ import pytest
 from slurm_jap import jap_options
 from slurm_jap.status_view import MemberView, SweepView, to_json
 from slurm_jap.sweep import Member, MemberState, Sweep
+from slurm_jap.traces import SACCT_COMMAND
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "docs/quickstart.md", "docs/member-script.md", "docs/how-it-works.md"]
+PAGES = ["README.md", "docs/quickstart.md", "docs/member-script.md", "docs/how-it-works.md", "docs/simulation.md"]
 
 EXAMPLES = "tests/engine/test_examples.py"
 RUN_BY = {
@@ -28,6 +29,8 @@ RUN_BY = {
     "jap-status 62": "tests/unit/test_status.py::test_sweep_is_found_from_below_by_pointer_and_by_folder",
     "jap-status 62_3": "tests/unit/test_status.py::test_one_member_can_be_asked_for",
     "jap-status 62 --watch": "tests/unit/test_status.py::test_watch_ends_when_jap_run_is_silent",
+    "jap-sim trace.txt --nodes 40 --gpus-per-node 8": "tests/unit/test_sim.py::test_report_for_people",
+    f"{SACCT_COMMAND} > trace.txt": "tests/slurm/test_sim_sacct.py::test_sacct_of_a_real_array",
     "jap-status 62 --json": "tests/unit/test_status.py::test_every_state_and_value_of_a_running_sweep",
 }
 """Each command of a ``bash`` block, and the test that runs it: a file, and a text that it holds."""

@@ -104,12 +104,12 @@ def test_without_opting_in_nothing_changes(capsys, tmp_path):
 
 
 def test_sensitivity_has_the_base_first_and_changes_one_thing(capsys, tmp_path):
-    result = simulate(capsys, sweep_trace(tmp_path), "--nodes", "4", "--sensitivity")
+    result = simulate(capsys, sweep_trace(tmp_path), "--nodes", "4", "--sensitivity", "--periods", "bound")
     rows = result["sensitivity"]
     assert [row["base"] for row in rows] == [True] + [False] * (len(rows) - 1)
     assert rows[0]["gpu_hours_saved"] == result["gpu_hours_saved"]
     assert {"microbatches", "stages", "opt_in", "link", "job_per"} <= {row["assumption"] for row in rows}
-    alone = simulate(capsys, sweep_trace(tmp_path), "--nodes", "4", "--microbatches", "4")
+    alone = simulate(capsys, sweep_trace(tmp_path), "--nodes", "4", "--microbatches", "4", "--periods", "bound")
     (row,) = [row for row in rows if (row["assumption"], row["value"]) == ("microbatches", 4)]
     assert row["gpu_hours_saved"] == alone["gpu_hours_saved"]
 
@@ -151,10 +151,9 @@ def test_every_job_runs_once_in_any_arrangement(job_per_group, waves):
         if len(members) > 1:
             arrays.append(members)
     cluster = Cluster(8, 6)
-    coalescing = coalesce(
-        jobs, arrays, cluster, Assumptions(waves=waves, max_members=9), opt_in=0.9, seed=1, overestimate=1.5,
-        job_per_group=job_per_group,
-    )  # fmt: skip
+    assumptions = Assumptions(waves=waves, max_members=9, periods="bound")
+    choices = {"opt_in": 0.9, "seed": 1, "overestimate": 1.5, "job_per_group": job_per_group}
+    coalescing = coalesce(jobs, arrays, cluster, assumptions, **choices)
     assert sorted(index for unit in coalescing.units for index in unit.members) == list(range(len(jobs)))
     for unit in coalescing.units:
         assert unit.duration == max(unit.ends) <= unit.estimate
@@ -204,7 +203,21 @@ def test_json_file_is_whole_or_absent(capsys, tmp_path):
 
 def test_plots_are_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra [sim] is not installed")
-    assert main([sweep_trace(tmp_path), "--nodes", "4", "--sensitivity", "--plot", str(tmp_path / "plots")]) == 0
+    assert (
+        main(
+            [
+                sweep_trace(tmp_path),
+                "--nodes",
+                "4",
+                "--sensitivity",
+                "--periods",
+                "bound",
+                "--plot",
+                str(tmp_path / "plots"),
+            ]
+        )
+        == 0
+    )
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names == ["completion.png", "partition.png", "queue.png", "sensitivity.png", "size.png"]
     for name in names:

@@ -175,6 +175,13 @@ def test_nothing_to_simulate(text, message):
         read_trace(text.splitlines(True), "f")
 
 
+def test_fields_that_the_csv_reader_refuses():
+    trace = read_trace(["timestamp,duration,num_gpus", "0,5,2", '0",\r5,2'], "f")
+    assert left_out(trace) == {RULE_TORN: (1, 3)}
+    with pytest.raises(UsageError, match="f:1: new-line character .* mend it"):
+        read_trace(['timestamp",\rduration,num_gpus', "0,5,2"], "f")
+
+
 def test_a_column_that_is_not_there():
     with pytest.raises(UsageError, match="f:1: no column 'n' for gpus; the file has timestamp, duration"):
         read_trace(["timestamp,duration\n"], "f", columns={"gpus": "n"})
