@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slurm_jap.sim_study import Cluster, Coalescing, Outcome
     from slurm_jap.traces import Siblings, Trace, TraceJob
 
+MOST_NODES = 1_000_000
 _COLUMN_KEYS = ("submit", "duration", "gpus", "partition", "user", "name", "array", "job", "limit", "nodes")
 
 
@@ -129,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"{PREFIX} {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         # The reader of standard output (head, less) left; nothing is lost that anybody waits for.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -188,6 +191,8 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < low:
             raise UsageError(f"--{name.replace('_', '-')} is {value}, but must be at least {low}")
+    if options.nodes is not None and options.nodes > MOST_NODES:
+        raise UsageError(f"--nodes is {options.nodes}, but must be at most {MOST_NODES:,}")
     if options.gpus_per_node > 1024:
         raise UsageError(f"--gpus-per-node is {options.gpus_per_node}, but no node has more than 1024")
     if not 0 < options.load <= 1:
@@ -220,19 +225,20 @@ def _pairs(texts: Sequence[str], option: str, form: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[TextIO]:
-    if name == "-":
-        yield sys.stdin
-        return
     import gzip
+    import io
+    import zlib
 
     try:
-        if name.endswith(".gz"):
+        if name == "-":
+            yield io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace")
+        elif name.endswith(".gz"):
             with gzip.open(name, "rt", encoding="utf-8", errors="replace") as file:
                 yield file
         else:
             with open(name, encoding="utf-8", errors="replace") as file:
                 yield file
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{name}: {why}; give a readable trace file") from None
 
@@ -251,8 +257,8 @@ def _cluster(options: argparse.Namespace, trace: Trace) -> tuple[Cluster, str]:
 
     pools = {}
     for name, text in _pairs(options.pool, "--pool", "PARTITION=NODES").items():
-        if not text.isdecimal() or int(text) < 1:
-            raise UsageError(f"--pool {name}={text}: {text!r} is not a number of nodes of at least 1")
+        if not text.isdecimal() or not 1 <= int(text[:10]) <= MOST_NODES:
+            raise UsageError(f"--pool {name}={text}: {text!r} is not a number of nodes from 1 to {MOST_NODES:,}")
         known = {job.partition for job in trace.jobs}
         if name not in known:
             there = ", ".join(sorted(known))
@@ -263,6 +269,8 @@ def _cluster(options: argparse.Namespace, trace: Trace) -> tuple[Cluster, str]:
         nodes, nodes_from = options.nodes, "as given"
     elif shared:
         nodes = size_cluster(shared, options.gpus_per_node, options.load)
+        if nodes > MOST_NODES:
+            raise UsageError(f"{trace.source}: a load of {options.load:.0%} takes {nodes:,} nodes; give --nodes")
         nodes_from = f"sized for a load of {options.load:.0%}; give the real number with --nodes"
     else:
         nodes, nodes_from = 0, "as given"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_jap.errors import UsageError
+from slurm_jap.traces import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,8 +32,10 @@ def span(seconds: float) -> str:
     return f"{seconds / 86400:.2f} d"
 
 
-def change(before: float, after: float) -> str:
-    """The difference in percent of ``before``."""
+def change(before: float, after: float | None) -> str:
+    """The difference in percent of ``before``; None: unknown."""
+    if after is None:
+        return "-"
     if before == after:
         return "0.0%"
     return f"{(after / before - 1) * 100:+.1f}%" if before else "new"
@@ -152,6 +155,7 @@ def _print_coalescing(result: Result, console: Console) -> None:
 
 
 def _print_breakdown(title: str, rows: Sequence[Result], console: Console) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -161,7 +165,7 @@ def _print_breakdown(title: str, rows: Sequence[Result], console: Console) -> No
     for row in rows:
         before, after = row["without"], row["with"]
         table.add_row(
-            row["name"] or "(none)", f"{before['jobs']:,}",
+            escape(printable(row["name"])) or "(none)", f"{before['jobs']:,}",
             span(before["completion"]["mean_s"]), span(after["completion"]["mean_s"]),
             span(before["queueing"]["mean_s"]), span(after["queueing"]["mean_s"]),
             _hours(before["gpu_hours"]), change(before["gpu_hours"], 2 * before["gpu_hours"] - after["gpu_hours"]),
@@ -256,7 +260,12 @@ def draw_plots(
             ):
                 axes.bar([place + shift for place in places], values, width=0.4, label=label, color=color)
         for axes, label in ((left, "mean completion time (hours)"), (right, "GPU-hours")):
-            axes.set_xticks(list(places), [row["name"] or "(none)" for row in rows], rotation=45, ha="right")
+            axes.set_xticks(
+                list(places),
+                [printable(row["name"]).replace("$", r"\$") or "(none)" for row in rows],
+                rotation=45,
+                ha="right",
+            )
             axes.set_ylabel(label)
             axes.grid(axis="y", alpha=0.3)
         left.legend()

@@ -102,7 +102,7 @@ class SkipCounter:
         """One more row; ``text`` says what is wrong with it."""
         skipped = self.by_rule.setdefault(rule, Skipped(rule))
         if not skipped.count:
-            skipped.first_row, skipped.first_text = row, text
+            skipped.first_row, skipped.first_text = row, printable(text)
         skipped.count += 1
 
 
@@ -196,6 +196,11 @@ def _guess_format(line: str) -> str | None:
     return None
 
 
+def printable(text: str) -> str:
+    """``text`` of a trace for a terminal: what is not printable is written as its escape."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
@@ -250,8 +255,8 @@ def _count(text: str, what: str) -> int:
         value = float(text)
     except ValueError:
         raise _BadRowError(RULE_NUMBER, f"{what} is {_short(text)}") from None
-    if not math.isfinite(value) or value != int(value):
-        raise _BadRowError(RULE_NUMBER, f"{what} is {_short(text)}, not a whole number")
+    if not (math.isfinite(value) and value == int(value) and abs(value) <= 1e6):
+        raise _BadRowError(RULE_NUMBER, f"{what} is {_short(text)}, not a whole number of at most a million")
     return int(value)
 
 

@@ -193,6 +193,37 @@ def test_compressed_and_piped_traces(capsys, tmp_path):
         assert plain[key] == unpacked[key] == piped[key]
 
 
+def test_a_quiet_cluster_and_empty_seconds(capsys, tmp_path):
+    """No queueing to compare, jobs that last no time, no array: nothing to divide by."""
+    trace = tmp_path / "t.csv"
+    trace.write_text("submit,duration,gpus\n0,0,1\n5,0,2\n")
+    for more in ([], ["--sensitivity", "--periods", "bound"]):
+        assert main([str(trace), "--nodes", "1", *more]) == 0
+    assert "GPU-hours saved: 0.00 (0.0% of all)" in capsys.readouterr().out
+
+
+def test_names_in_a_trace_are_only_text(capsys, tmp_path):
+    trace = tmp_path / "t.csv"
+    trace.write_text(
+        "submit,duration,gpus,partition\n0,60,1,[/red]\n0,60,1,\x1b[31mred\n0,-1,1,\x1b[2J\n0,1\x1b[2J,1,p\n"
+    )
+    assert main([str(trace)]) == 0
+    out, err = capsys.readouterr()
+    assert "[/red]" in out
+    assert "\\x1b[31mred" in out
+    assert "\x1b" not in out + err
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    trace = b"submit,duration,gpus,partition\n0,60,1,caf\xe9\n"
+    (tmp_path / "t.csv").write_bytes(trace)
+    for name in ("-", str(tmp_path / "t.csv")):
+        done = subprocess.run(
+            [sys.executable, "-m", "slurm_jap.sim", name], input=trace, capture_output=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_json_file_is_whole_or_absent(capsys, tmp_path):
     target = tmp_path / "out.json"
     assert main([SACCT, "--json", str(target)]) == 0
@@ -237,6 +268,8 @@ def test_plots_without_matplotlib(capsys, monkeypatch, tmp_path):
         (["no-such-file"], "no-such-file: No such file or directory; give a readable trace file"),
         ([str(DATA)], "Is a directory; give a readable trace file"),
         ([SACCT, "--nodes", "0"], "--nodes is 0, but must be at least 1"),
+        ([SACCT, "--nodes", "9999999999"], "--nodes is 9999999999, but must be at most 1,000,000"),
+        ([SACCT, "--pool", "gpu=" + "9" * 5000], "is not a number of nodes from 1 to 1,000,000"),
         ([SACCT, "--gpus-per-node", "0"], "--gpus-per-node is 0"),
         ([SACCT, "--opt-in", "1.5"], "--opt-in is 1.5, but must be between 0 and 1"),
         ([SACCT, "--opt-in", "nan"], "--opt-in is nan"),
@@ -284,6 +317,11 @@ def test_torn_archive(capsys, tmp_path):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert str(packed) in err
+    whole = bytearray(gzip.compress(Path(PHILLY).read_bytes()))
+    whole[60:70] = bytes(10)
+    packed.write_bytes(whole)
+    assert main([str(packed)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_every_job_larger_than_the_cluster(capsys, tmp_path):

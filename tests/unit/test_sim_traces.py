@@ -178,7 +178,7 @@ def test_nothing_to_simulate(text, message):
 def test_fields_that_the_csv_reader_refuses():
     trace = read_trace(["timestamp,duration,num_gpus", "0,5,2", '0",\r5,2'], "f")
     assert left_out(trace) == {RULE_TORN: (1, 3)}
-    with pytest.raises(UsageError, match="f:1: new-line character .* mend it"):
+    with pytest.raises(UsageError, match=r"f:1: new-line character .* mend it"):
         read_trace(['timestamp",\rduration,num_gpus', "0,5,2"], "f")
 
 
