@@ -206,7 +206,7 @@ def run(
         raise UsageError(f"cannot write the sweep directory: {error}; choose another folder with -o") from None
     store.write_pointer(root, job_id)
     say = say or (lambda line: print(f"{PREFIX} {line}", file=sys.stderr, flush=True))
-    say(f"local sweep {job_id}: {len(sweep.members)} members, sweep directory {folder.path}")
+    say(f"local sweep {job_id}: {len(sweep.members)} member(s), sweep directory {folder.path}")
     received: list[int] = []
     forwarding: set[asyncio.Task[None]] = set()
 

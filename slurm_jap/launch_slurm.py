@@ -57,6 +57,10 @@ _VERDICTS = (
     (re.compile(r"CANCELLED AT"), MemberState.CANCELLED),
 )
 """Slurm's word on a step, from what slurmstepd and srun print; the first that matches counts."""
+_ORDINARY = re.compile(
+    r"srun: error: \S+: tasks? [-\d,]+: |srun: (launch/slurm|Terminating|Force|got SIGCONT|cluster configuration lacks)"
+)
+"""What srun says of any task, and of any task that ends with a code or by a signal."""
 _TAIL_BYTES = 1 << 16
 _INNER = "inner"
 """Folder of the attempt that says which steps were started inside which member."""
@@ -76,6 +80,8 @@ class Cluster:
     """Seconds between TERM and KILL when a job ends."""
     signals_reach_children: bool = False
     """Whether Slurm signals every process of a step (proctrack/linuxproc, pgid), not only the first (cgroup)."""
+    binds_cpus: bool = True
+    """Whether srun knows ``--cpu-bind`` (task/affinity or task/cgroup); else it complains of it."""
     append: bool = False
     """Whether output files are appended to by default (JobFileAppend)."""
 
@@ -90,6 +96,7 @@ class Cluster:
             version=(int(version[1]), int(version[2])) if version else unknown.version,
             kill_wait=float(wait[0]) if wait else unknown.kill_wait,
             signals_reach_children=values.get("ProctrackType", "proctrack/cgroup") != "proctrack/cgroup",
+            binds_cpus=re.search("affinity|cgroup", values.get("TaskPlugin", "affinity")) is not None,
             append=values.get("JobFileAppend", "0") == "1",
         )
 
@@ -155,12 +162,8 @@ def verdict(code: int, lines: Sequence[str]) -> Ended:
         for line in lines:
             if pattern.search(line):
                 return Ended(code=code or 1, state=state, reason=line.strip())
-    state = state_of(code)
-    if state is MemberState.FAILED or (state is MemberState.CANCELLED and code != 0):
-        last = next((line.strip() for line in reversed(lines) if line.strip()), None)
-        ordinary = last is None or re.search(r"task 0: (Exited with exit code|\w[\w ]*$)", last)
-        return Ended(code=code, state=state, reason=None if ordinary else last)
-    return Ended(code=code, state=state)
+    told = (line.strip() for line in lines if line.strip() and not _ORDINARY.search(line))
+    return Ended(code=code, state=state_of(code), reason=next(told, None) if code else None)
 
 
 class SlurmLauncher:
@@ -205,7 +208,8 @@ class SlurmLauncher:
     async def start_member(self, member: Member, environment: Mapping[str, str]) -> _Step:
         """Start the member's step."""
         place, facts = self.places[member.index], self._facts
-        memory = f"{facts.member_mem_mb}M" if facts.member_mem_mb else "0"
+        share = self._share_on(place.node)
+        memory = f"{share}M" if share else "0"
         options = ["-N1", "-n1", f"--nodelist={place.node.name}", f"--mem={memory}", "--gres=none"]
         if facts.member_time_min:
             options.append(f"--time={facts.member_time_min}")
@@ -226,7 +230,7 @@ class SlurmLauncher:
         )  # fmt: skip
         started = _Step(
             process, member.error or member.output, lambda: self._end_inner_steps(member.index),
-            f" of {memory}iB: ask for more with #JAP --member-mem or sbatch --mem" if facts.member_mem_mb else "",
+            f" of {memory}iB: ask for more with #JAP --member-mem or sbatch --mem" if share else "",
         )  # fmt: skip
         self._members.add(started)
         return started
@@ -264,13 +268,21 @@ class SlurmLauncher:
         orders: Mapping[str, object], *, stdin: int, stdout: int | IO[bytes], stderr: int | IO[bytes],
     ) -> asyncio.subprocess.Process:  # fmt: skip
         scrubbed = {k: v for k, v in environment.items() if not k.startswith(step.TAKEN_BY_STEPS) or k in SRUN_NEEDS}
+        binding = ["--cpu-bind=none"] if self._cluster.binds_cpus else []
         scrubbed |= {k: v for k, v in self._own.items() if k in SRUN_NEEDS}
         return await asyncio.create_subprocess_exec(
-            self._srun, "--overlap", "--cpu-bind=none", "--export=ALL", f"--job-name={name}", *options,
+            self._srun, "--overlap", *binding, "--export=ALL", f"--job-name={name}", *options,
             sys.executable, "-I", "-S", str(Path(step.__file__)), *command,
             env=scrubbed | {step.ORDERS: json.dumps(orders)},
             stdin=stdin, stdout=stdout, stderr=stderr,
         )  # fmt: skip
+
+    def _share_on(self, node: Node) -> int:
+        """A member's host memory, MiB, 0 for the job's: a step that asks for more than its job has waits for ever."""
+        share = self._facts.member_mem_mb or 0
+        per_node, per_cpu = (int(self._own.get(f"SLURM_MEM_PER_{unit}", "0")) for unit in ("NODE", "CPU"))
+        whole = per_node or per_cpu * node.cpus
+        return 0 if whole and share >= whole else share
 
     def _host_file(self, node: Node) -> str:
         """A file that names one node, for sruns inside members there."""
@@ -280,7 +292,8 @@ class SlurmLauncher:
 
     @property
     def _append(self) -> bool:
-        mode = self._facts.open_mode
+        # The plugin cannot see --open-mode on every Slurm; the batch step's environment always tells.
+        mode = self._facts.open_mode or {"a": "append", "t": "truncate"}.get(self._own.get("SLURM_OPEN_MODE", ""), "")
         return self._job.attempt > 0 or mode == "append" or (self._cluster.append and mode != "truncate")
 
     def _slurm_of_members(self) -> dict[str, str]:
@@ -306,9 +319,10 @@ class SlurmLauncher:
             "SLURM_JOB_CPUS_PER_NODE": str(cpus or node.cpus),
             "SLURM_OVERLAP": "1",
             "SLURM_GRES": "none",
-            "SLURM_MEM_PER_NODE": str(self._facts.member_mem_mb or 0),
-            "SLURM_CPU_BIND": "none",
+            "SLURM_MEM_PER_NODE": str(self._share_on(node)),
         }
+        if self._cluster.binds_cpus:
+            seen["SLURM_CPU_BIND"] = "none"
         if "SLURM_TASK_PROLOG" not in self._own:
             seen["SLURM_TASK_PROLOG"] = str(self._note_inner)
         if len(self.nodes) > 1:  # else srun takes the job's first node; no variable but this one names another

@@ -80,7 +80,8 @@ async def _run(facts: Carried, user_script: bytes, arguments: Sequence[str], env
         ) from None
     store.write_pointer(root, job.job_id)
     again = f", attempt {job.attempt + 1}: {len(done)} already done" if job.attempt else ""
-    say(f"job {job.job_id}: {len(sweep.members)} members on {len(nodes)} node(s){again}; sweep directory {folder.path}")
+    size = f"{len(sweep.members)} member(s) on {len(nodes)} node(s)"
+    say(f"job {job.job_id}: {size}{again}; sweep directory {folder.path}")
     hosts: list[str] = []
     if len(nodes) > 1:
         shown = await launch_slurm.ask(scontrol, "-o", "show", "node", nodes[0].name, environment=environment)
