@@ -52,6 +52,10 @@ local function integer(value)
    return string.format("%.0f", value)
 end
 
+local function counted(number, noun)
+   return integer(number) .. " " .. noun .. (number == 1 and "" or "s")
+end
+
 local function ceil_div(a, b)
    return math.floor((a + b - 1) / b)
 end
@@ -697,7 +701,7 @@ local function spread_gpus(member, total, limits)
       nodes = ceil_div(total, limits.gpus)
    end
    if limits.max_nodes and nodes > limits.max_nodes then
-      unclear(integer(nodes) .. " nodes are needed, the partition has or allows " .. integer(limits.max_nodes))
+      unclear(counted(nodes, "node") .. " needed, the partition has or allows " .. integer(limits.max_nodes))
    end
    local per_node = ceil_div(total, nodes)
    if not limits.gpus and total > 0 then
@@ -892,6 +896,7 @@ local function edits_for(jd, parts, conf, script, asked, fault)
       output = output,
       error = errors,
       input = input ~= "/dev/null" and input or nil,
+      -- From 24.11 on only the batch step's own environment tells; jap-run looks there.
       open_mode = OPEN_MODES[jd.environment.SLURM_OPEN_MODE or ""],
       script_name = script_name(jd),
       stages = wanted.stages,
@@ -947,11 +952,15 @@ local function edits_for(jd, parts, conf, script, asked, fault)
       set("min_mem_per_node", wanted.memory_per_node)
    end
 
+   local memory = ""
+   if wanted.memory_per_node then
+      memory = wanted.memory_per_node == 0 and " and all memory"
+         or " and " .. integer(wanted.memory_per_node) .. " MiB"
+   end
    local gpus = wanted.gres ~= "" and " with " .. wanted.gres or ""
-   local message = integer(members) .. " members in one job: " .. integer(wanted.nodes) .. " node(s)" .. gpus .. ", "
-      .. integer(wanted.cpus_per_node) .. " CPUs"
-      .. (wanted.memory_per_node and " and " .. integer(wanted.memory_per_node) .. " MiB" or "") .. " each, "
-      .. integer(wanted.stages) .. " stage(s), " .. integer(wanted.groups) .. " group(s), "
+   local message = counted(members, "member") .. " in one job: " .. counted(wanted.nodes, "node") .. gpus .. ", "
+      .. counted(wanted.cpus_per_node, "CPU") .. memory .. " each, "
+      .. counted(wanted.stages, "stage") .. " x " .. counted(wanted.groups, "group") .. ", "
       .. (wanted.time and duration(wanted.time) or "the partition's time limit")
       .. (wanted.at_once < members and ", " .. integer(wanted.at_once) .. " at once" or "")
    return edits, message

@@ -95,7 +95,7 @@ def test_an_array_of_an_opted_in_script_is_one_job(cluster: SlurmCluster, workdi
         "-o", "o_%A_%a.out", "--open-mode=append",
     )  # fmt: skip
     assert cluster.squeue("-j", str(job.id), format="%i %P %j %D %C") == [f"{job.id} jap sweep 1 10"]
-    assert job.said.startswith("sbatch: jap: 8 members in one job: 1 node(s) with gpu:2, 10 CPUs and 1500 MiB each,")
+    assert job.said.startswith("sbatch: jap: 8 members in one job: 1 node with gpu:2, 10 CPUs and 1500 MiB each,")
     assert len(job.said.splitlines()) == 1
     comment = cluster.run("scontrol", "show", "job", str(job.id)).stdout
     assert "   AdminComment=jap:v1 array=0-7%4 members=8 stages=2 groups=1 \n" in comment
