@@ -100,6 +100,8 @@ def _run_member(argv: Sequence[str], orders: Mapping[str, object]) -> int:
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended == child:
+            if not orders["forward"]:
+                _end_group()
             _end_like(status)
         readable, _, _ = select.select(sources, [], [])
         if arrivals in readable:
@@ -141,6 +143,14 @@ def _open_files(orders: Mapping[str, object]) -> None:
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | append, 0o666), 2)
     except OSError as error:
         sys.exit(f"jap: cannot open {path}: {error.strerror}")
+
+
+def _end_group() -> None:
+    """End what the script left running: where Slurm follows parents or groups, orphans would outlive the job."""
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and int(entry) != os.getpid() and os.getpgid(int(entry)) == os.getpgrp():
+                os.kill(int(entry), signal.SIGKILL)
 
 
 def _end_like(status: int) -> None:
