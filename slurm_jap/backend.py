@@ -23,7 +23,7 @@ class Pending:
     """An answer that may not be here yet. Every wait ends: with the answer, or with the one cause that prevents it."""
 
     def __init__(self, parts: int) -> None:
-        self._missing = parts
+        self._parts = parts
         self._values: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._event = threading.Event()
@@ -32,10 +32,9 @@ class Pending:
             self._event.set()
 
     def put(self, name: str, value: Any) -> None:
-        """One part of the answer; parts may be as many as announced."""
+        """One part of the answer; a part that comes again replaces itself."""
         self._values[name] = value
-        self._missing -= 1
-        if self._missing == 0:
+        if len(self._values) == self._parts:
             self._finish()
 
     def fail(self, error: BaseException) -> None:

@@ -13,6 +13,7 @@ docs/design.md "Control connection" is the protocol.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import shutil
@@ -23,7 +24,7 @@ from typing import Any
 
 from slurm_jap import store, wire
 from slurm_jap.control import ControlServer, Peer
-from slurm_jap.engine_set import EngineSet
+from slurm_jap.engine_set import Death, EngineSet
 from slurm_jap.launch import Ended, Launcher, Started
 from slurm_jap.store import SweepDir
 from slurm_jap.sweep import Member, MemberState, Sweep
@@ -32,6 +33,8 @@ STARTING_SECONDS = 20.0
 """A member that has not joined after this long no longer holds back the next one's start."""
 ENGINE_SECONDS = 300.0
 """The engine set must be ready this long after its start (JAP_ENGINE_TIMEOUT)."""
+MAX_DEATHS = 3
+"""Engine sets that may end unasked before the sweep is given up; two more for every member that was expelled."""
 END_SECONDS = 30.0
 """After ``stop(reason)``, what still runs is killed: Slurm's default KillWait."""
 
@@ -85,6 +88,13 @@ class Coordinator:
         self._has_joined: dict[int, asyncio.Event] = {m.index: asyncio.Event() for m in sweep.members}
         self._first_join: dict[str, Any] | None = None
         self._engine: EngineSet | None = None
+        self._deaths = 0
+        self._blame: collections.Counter[int] = collections.Counter()
+        self._expelled: dict[int, str] = {}
+        """Members whose code ends engines, and the reason that they were told."""
+        self._no_engine: str | None = None
+        """Why there will be no engine any more."""
+        self._restarting: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._stop_reason = ""
         self._running: dict[int, Started] = {}
@@ -114,6 +124,9 @@ class Coordinator:
             code = max(codes, default=0)
         finally:
             await self._kill_members()
+            if self._restarting is not None:
+                self._restarting.cancel()
+                await asyncio.wait([self._restarting])
             if self._engine is not None:
                 await self._engine.stop()
             for helper in helpers:
@@ -240,7 +253,7 @@ class Coordinator:
         try:
             if self._engine is None:
                 self._engine = self._start_engine(join)
-                self._first_join = {k: v for k, v in join.items() if k != "environment"}
+                self._first_join = join
             self._tell_group(index)
             while True:
                 await peer.receive()
@@ -282,9 +295,7 @@ class Coordinator:
                         f"member {index} has {name} {theirs.get(name)}, member {first['member']} has {version}: "
                         "use one environment for all members"
                     )
-        if self._engine is not None and self._engine.fault is not None:
-            return self._engine.fault
-        return None
+        return self._expelled.get(index) or self._no_engine
 
     def _tell_group(self, index: int) -> None:
         """Send the member its group if the engines are ready."""
@@ -317,7 +328,42 @@ class Coordinator:
         for index in list(self._joined):
             self._tell_group(index)
 
-    def _engine_failed(self, reason: str) -> None:
+    def _engine_failed(self, engine: EngineSet) -> None:
+        """Start another set for the members, without the one whose code ends engines; or give up, for one reason."""
+        reason = str(engine.fault)
         self._say(f"engine: {reason}")
+        self._deaths += 1
+        self._judge(engine.death, reason)
+        if not engine.was_ready or self.stopping:
+            self._no_engine = reason
+        elif self._deaths > MAX_DEATHS + 2 * len(self._expelled):
+            self._no_engine = f"the engine ended {self._deaths} times; the last time: {reason}"
+        if self._no_engine is not None:
+            for joined in self._joined.values():
+                joined.peer.send({"kind": "fault", "reason": self._no_engine})
+            return
         for joined in self._joined.values():
-            joined.peer.send({"kind": "fault", "reason": reason})
+            joined.told = False
+            joined.peer.send({"kind": "restart", "reason": reason})
+        self._restarting = asyncio.create_task(self._restart(engine))
+
+    def _judge(self, death: Death | None, reason: str) -> None:
+        """Expel a member whose code has ended an engine twice, or did not return."""
+        if death is None or death.member is None:
+            return
+        index = death.member
+        self._blame[index] += 1
+        if not death.overdue and self._blame[index] < 2:
+            return
+        self._expelled[index] = f"code of member {index} ends the engine, its siblings go on without it: {reason}"
+        self._say(f"member {index} expelled")
+        joined = self._joined.pop(index, None)
+        if joined is not None:
+            joined.peer.send({"kind": "fault", "reason": self._expelled[index]})
+
+    async def _restart(self, lost: EngineSet) -> None:
+        await lost.stop()
+        if not self.stopping and self._first_join is not None and self._joined:
+            self._engine = self._start_engine(self._first_join)
+        else:
+            self._engine = None

@@ -6,7 +6,9 @@ before backward before forward, then the smallest (iteration, member, micro-batc
 activations.
 
 Members are independent: what one member's code raises removes that member from every stage of the group and touches no
-other. Its prints go to its own process. Neighbouring stages talk through one FIFO each way:
+other. Its prints go to its own process. What ends the process (a segmentation fault, ``os._exit``, code that never
+returns) is noticed by the agent, which knows from a ``Marker`` whose code was running; jap-run starts a new engine set
+and the members send again what was lost (see ``remote``). Neighbouring stages talk through one FIFO each way:
 
     F  tree of a micro-batch, forward        B  gradients, backward      (message = (kind, token, serial, micro-batch))
     E  tree of a micro-batch, evaluation     finish / commit             agreement about a step (see ``stage``)
@@ -21,11 +23,13 @@ import contextlib
 import ctypes
 import importlib
 import io
+import mmap
 import os
 import queue
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -46,8 +50,30 @@ from slurm_jap.transport import Connection, Hub, Received
 
 STOP_SECONDS = 5.0
 """How long an engine that was told to end may finish what it is doing."""
+ACTION_SECONDS = 600.0
+"""An action that takes longer will not end (``JAP_ACTION_TIMEOUT``)."""
 CAUSE_SECONDS = 5.0
 """How long an engine whose neighbour vanished waits to be told to end, so that the first cause is the one reported."""
+
+
+class Marker:
+    """Memory that an engine shares with its agent: whose code is running, and since when. Survives the engine."""
+
+    _FORMAT = struct.Struct("<qd")
+    NOBODY = -1
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, self._FORMAT.size)
+        self.set(self.NOBODY)
+
+    def set(self, member: int) -> None:
+        """This member's code runs from now on."""
+        self._FORMAT.pack_into(self._memory, 0, member, time.monotonic())
+
+    def get(self) -> tuple[int | None, float]:
+        """The member, or None, and the seconds since then."""
+        member, since = self._FORMAT.unpack_from(self._memory, 0)
+        return (None if member == self.NOBODY else member), time.monotonic() - since
 
 
 class Command:
@@ -88,6 +114,8 @@ class Lane:
         """What neighbours sent, by (kind, serial, micro-batch)."""
         self.iteration = 0
         self.metrics: dict[int, Any] = {}
+        self.quiet_to = 0
+        """Commands up to this serial are played again after a restart: their prints have been seen."""
 
     def receive(self, kind: str, serial: int, number: int) -> Any:
         """The tree that a neighbour sent."""
@@ -137,7 +165,8 @@ class _MemberOutput(io.TextIOBase):
         lane = self._engine.acting
         if lane is None:
             return self._fallback.write(text)
-        lane.connection.send(("print", self._name, text))
+        if not lane.commands or lane.commands[0].kind == "metric" or lane.commands[0].serial > lane.quiet_to:
+            lane.connection.send(("print", self._name, text))
         return len(text)
 
     def flush(self) -> None:
@@ -148,13 +177,16 @@ class _MemberOutput(io.TextIOBase):
 class Engine:
     """One stage of one group. The main thread acts; the hub's thread only moves messages."""
 
-    def __init__(self, group: int, stage: int, stages: int, device: torch.device) -> None:
+    def __init__(self, group: int, stage: int, stages: int, device: torch.device, marker: Marker) -> None:
         self.group, self.stage, self.stages, self.device = group, stage, stages, device
+        self._marker = marker
         self.acting: Lane | None = None
         """Whose code is running."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._hub = Hub(self._inbox.put)
         self._lanes: dict[int, Lane] = {}
+        self._early: dict[int, list[Received]] = {}
+        """What neighbours sent for a member that has not joined here yet."""
         self._gone: deque[int] = deque(maxlen=4096)
         self._neighbours: dict[int, Connection] = {}
         self._switches = Switches.current()
@@ -267,6 +299,8 @@ class Engine:
                 self._pass_on_gone(token, peer)
             elif lane is not None:
                 lane.inbox[message[0], message[2], message[3]] = received
+            elif token not in self._gone:
+                self._early.setdefault(token, []).append(received)
 
     def _lane_of(self, connection: Connection) -> Lane | None:
         return next((lane for lane in self._lanes.values() if lane.connection is connection), None)
@@ -282,13 +316,17 @@ class Engine:
 
     def _join(self, received: Received) -> None:
         assert received.message is not None
-        _, token, switches = received.message
+        _, token, switches, quiet_to = received.message
         _, index = received.connection.tag
         lane = Lane(index, token, received.connection)
+        lane.quiet_to = quiet_to
         with self._for_member(lane, switches):
             lane.stage = MemberStage(received.tree(), self.device, copy=True)
-            self._lanes[token] = lane
-            received.connection.send(("joined",))
+            if token not in self._gone:  # another stage may have removed it already
+                self._lanes[token] = lane
+                for message in self._early.pop(token, ()):
+                    self._note(message)
+                received.connection.send(("joined",))
 
     def _forget(self, connection: Connection) -> None:
         lane = self._lane_of(connection)
@@ -298,6 +336,7 @@ class Engine:
     def _remove(self, lane: Lane) -> None:
         """Drop all of a member here and tell the neighbours, so that nobody waits for it."""
         self._lanes.pop(lane.token, None)
+        self._early.pop(lane.token, None)
         self._gone.append(lane.token)
         for neighbour in self._neighbours.values():
             neighbour.send(("gone", lane.token, 0, 0))
@@ -307,6 +346,7 @@ class Engine:
             return
         self._gone.append(token)
         self._lanes.pop(token, None)
+        self._early.pop(token, None)
         for stage, neighbour in self._neighbours.items():
             if stage != source:
                 neighbour.send(("gone", token, 0, 0))
@@ -317,6 +357,7 @@ class Engine:
         switches.apply(self._switches)
         self._switches = switches
         self.acting = lane
+        self._marker.set(lane.index)
         try:
             yield
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: this is somebody else's code
@@ -325,6 +366,7 @@ class Engine:
             self._remove(lane)
         finally:
             self.acting = None
+            self._marker.set(Marker.NOBODY)
 
     def _report(self, lane: Lane, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
@@ -426,6 +468,8 @@ class Engine:
         elif command.kind == "pull":
             serial, what = command.arguments
             lane.connection.send(("part", serial, str(self.stage)), backend.pull_from(stage, what))
+        elif command.kind == "snapshot":
+            lane.connection.send(("part", command.serial, str(self.stage)), stage.snapshot())
         elif command.kind == "load":
             serial, what = command.arguments
             backend.load_into(stage, what, command.inputs[0] if command.inputs else {})
@@ -449,14 +493,14 @@ def ignore_job_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def run_engine(entry: dict[str, int], stages: int, sockets: str) -> None:
+def run_engine(entry: dict[str, int], stages: int, sockets: str, marker: Marker) -> None:
     """The life of one engine process."""
     sys.setswitchinterval(0.0005)
     sweep_dir, control_address = os.environ[wire.ENV_SWEEP_DIR], os.environ[wire.ENV_CONTROL]
     device = device_for(entry["device"])
     if device.type != "cpu":
         torch.accelerator.set_device_index(entry["device"])
-    engine = Engine(entry["group"], entry["stage"], stages, device)
+    engine = Engine(entry["group"], entry["stage"], stages, device, marker)
     sys.stdout = _MemberOutput(engine, "stdout", sys.stdout)
     sys.stderr = _MemberOutput(engine, "stderr", sys.stderr)
     control: socket.socket | None = None
@@ -486,7 +530,10 @@ class Agent:
         given = os.environ.get(wire.ENV_SOCKET_DIR)
         self._own_sockets = None if given else tempfile.mkdtemp(prefix="jap-")
         self._sockets = given or str(self._own_sockets)
-        self._children: dict[int, dict[str, int]] = {}
+        self._children: dict[int, tuple[dict[str, int], Marker]] = {}
+        self._overdue: dict[int, float] = {}
+        """Engines that were killed because a member's code did not return, and after how many seconds."""
+        self._limit = float(os.environ.get("JAP_ACTION_TIMEOUT") or ACTION_SECONDS)
         self._stopping = threading.Event()
 
     def run(self) -> int:
@@ -500,6 +547,7 @@ class Agent:
         for entry in assigned["engines"]:
             self._fork(entry, int(assigned["stages"]), control)
         threading.Thread(target=self._watch_control, args=(control,), daemon=True).start()
+        threading.Thread(target=self._watch_actions, daemon=True).start()
         try:
             return self._wait_for_children(control)
         finally:
@@ -507,15 +555,16 @@ class Agent:
                 shutil.rmtree(self._own_sockets, ignore_errors=True)
 
     def _fork(self, entry: dict[str, int], stages: int, control: socket.socket) -> None:
+        marker = Marker()
         child = os.fork()
         if child:
-            self._children[child] = entry
+            self._children[child] = entry, marker
             return
         code = 1
         try:
             _die_with_parent()
             control.close()
-            run_engine(entry, stages, self._sockets)
+            run_engine(entry, stages, self._sockets, marker)
             code = 0
         finally:
             with contextlib.suppress(Exception):
@@ -532,19 +581,35 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
 
+    def _watch_actions(self) -> None:
+        """Kill an engine in which one action takes longer than any may: its code does not return."""
+        while not self._stopping.wait(min(1.0, self._limit / 4)):
+            for child, (_, marker) in list(self._children.items()):
+                member, seconds = marker.get()
+                if member is not None and seconds > self._limit and child not in self._overdue:
+                    self._overdue[child] = seconds
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+
     def _wait_for_children(self, control: socket.socket) -> int:
         worst = 0
         while self._children:
             child, status = os.wait()
-            entry = self._children.pop(child, None)
-            code = os.waitstatus_to_exitcode(status)
-            if entry is None or self._stopping.is_set():
+            entry, marker = self._children.pop(child, (None, None))
+            if entry is None or marker is None or self._stopping.is_set():
                 continue
             worst = 1
             with contextlib.suppress(wire.WireError):
                 wire.send_json(
                     control,
-                    {"kind": "engine_died", "group": entry["group"], "stage": entry["stage"], "code": code},
+                    {
+                        "kind": "engine_died",
+                        "group": entry["group"],
+                        "stage": entry["stage"],
+                        "code": os.waitstatus_to_exitcode(status),
+                        "acting": marker.get()[0],
+                        "overdue": self._overdue.get(child),
+                    },
                 )
         return worst
 

@@ -10,6 +10,7 @@ docs/design.md "Control connection" is the protocol.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,16 @@ CAUSE_SECONDS = 1.0
 _TAIL_BYTES = 8192
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """How an engine process ended unasked, as its agent saw it."""
+
+    member: int | None
+    """Whose code was running in it, if anybody's."""
+    overdue: bool
+    """It was killed because that code did not return."""
+
+
 class EngineSet:
     """One agent per node and the engines that they fork."""
 
@@ -43,7 +54,7 @@ class EngineSet:
         *,
         seconds: float,
         on_ready: Callable[[], None],
-        on_fault: Callable[[str], None],
+        on_fault: Callable[[EngineSet], None],
     ) -> None:
         """Start it, with the surroundings of the member that sent ``join``.
 
@@ -51,7 +62,7 @@ class EngineSet:
             environment: the JAP_* variables to set.
             log: where the set's own output goes.
             seconds: it must be ready within this time.
-            on_ready, on_fault: called once each at most, from the event loop.
+            on_ready, on_fault: called once each at most, from the event loop; the latter with this set, ``fault`` set.
 
         Raises:
             KeyError, TypeError, ValueError: ``join`` does not follow the protocol.
@@ -73,6 +84,9 @@ class EngineSet:
         self._stopping = False
         self.fault: str | None = None
         """Why the set cannot be used any more."""
+        self.death: Death | None = None
+        """What is known of the process that ended, where one did."""
+        self.was_ready = False
         self._life = asyncio.create_task(self._live())
 
     @property
@@ -92,12 +106,12 @@ class EngineSet:
         self._over.set()
         await self._life
 
-    def fail(self, reason: str) -> None:
-        """Record the first cause, tell it, and end the rest of the set: everybody ends with the connection to us."""
+    def fail(self, reason: str, death: Death | None = None) -> None:
+        """Record the first cause, tell it, and have the rest of the set end: each process ends with its connection."""
         if self.fault is not None or self._stopping:
             return
-        self.fault = reason
-        self._on_fault(reason)
+        self.fault, self.death = reason, death
+        self._on_fault(self)
         for peer in self._peers():
             peer.abort()
         self._over.set()
@@ -145,7 +159,8 @@ class EngineSet:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return text
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        told = [line.strip() for line in lines if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+        last = told[-1] if told else ""
         return f"{text}; its last words: {last[:500]} (all of them: {self._log})" if last else text
 
     async def serve_agent(self, peer: Peer, message: Mapping[str, Any]) -> None:
@@ -164,13 +179,19 @@ class EngineSet:
                 said = await peer.receive()
                 if said.get("kind") == "engine_died":
                     await asyncio.sleep(CAUSE_SECONDS / 4)  # its own last word, if any, comes on another connection
-                    self.fail(
-                        self._with_log(
-                            f"the engine of group {said['group']}, stage {said['stage']} {_how(int(said['code']))}"
-                        )
-                    )
+                    self.fail(*self._died(said))
         finally:
             await self._explain(f"the engine agent on {node} went away")
+
+    def _died(self, said: Mapping[str, Any]) -> tuple[str, Death]:
+        member, overdue = said.get("acting"), said.get("overdue")
+        where = f"the engine of group {said['group']}, stage {said['stage']}"
+        whose = "" if member is None else f" while it ran code of member {member}"
+        if overdue is not None:
+            reason = f"{where} was ended{whose} that had not returned for {overdue:.0f} s (JAP_ACTION_TIMEOUT)"
+        else:
+            reason = self._with_log(f"{where} {_how(int(said['code']))}{whose}")
+        return reason, Death(member=None if member is None else int(member), overdue=overdue is not None)
 
     async def serve_engine(self, peer: Peer, message: Mapping[str, Any]) -> None:
         """Talk to one engine until it goes."""
@@ -193,6 +214,7 @@ class EngineSet:
                 elif said.get("kind") == "ready":
                     self._ready.add((group, stage))
                     if len(self._ready) == self._sweep.stages * self._sweep.groups and self.fault is None:
+                        self.was_ready = True
                         self._all_ready.set()
                         self._on_ready()
         finally:

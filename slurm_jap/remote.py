@@ -1,31 +1,59 @@
 """The engine as a Trainer's backend: what a member process says to jap-run and to the engines of its group.
 
 One connection to jap-run (join, faults), one to each stage of the group. Answers arrive on the hub's thread and
-complete a ``Pending``; the end of any connection, or a fault, fails everything that is still awaited with the one
-cause.
+complete a ``Pending``; a fault fails everything that is still awaited with the one cause.
+
+An engine that dies takes the members' states with it. So the backend keeps what it takes to make them again: the last
+snapshot (at first, what was shipped) and a log of what was asked since. When jap-run has a new engine set, the
+snapshot is shipped and the log is sent again; steps are the same to the bit, so nobody can tell. A snapshot is taken,
+behind a step, when the log has grown long; it replaces the one before it once every stage has answered.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import pickle
 import secrets
+import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from slurm_jap import membership, shipping, transport, wire
+import torch
+
+from slurm_jap import membership, shipping, transport, trees, wire
 from slurm_jap.backend import EvaluateOrder, Pending, merge_tensors
 from slurm_jap.errors import EngineFault, RemoteError, UsageError
 from slurm_jap.membership import Membership
-from slurm_jap.shipment import Shipment
+from slurm_jap.shipment import Shipment, StageShipment
 from slurm_jap.stage import StepOrder
 from slurm_jap.switches import Switches
 from slurm_jap.transport import Connection, Hub, Received
 
 CAUSE_SECONDS = 10.0
-"""How long the end of an engine's connection may wait for jap-run to tell the cause."""
+"""How long the end of an engine's connection may wait for jap-run to tell what follows."""
+SNAPSHOT_SECONDS = 30.0
+"""At least this long between snapshots, and at least 20 times what the last one took ..."""
+SNAPSHOT_STEPS = int(os.environ.get("JAP_SNAPSHOT_STEPS") or 50)
+"""... and at least this many steps,"""
+SNAPSHOT_BYTES = 256 << 20
+"""unless the log holds this many bytes of batches."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Logged:
+    """One command, as it was sent."""
+
+    serial: int
+    message: tuple[Any, ...]
+    trees: list[Any]
+    """Per stage; None: the stage gets the bare message. Tensors in it are nobody else's."""
+    stages: range | list[int]
+    bytes: int
 
 
 class RemoteBackend:
@@ -39,15 +67,26 @@ class RemoteBackend:
             EngineFault: the engine cannot start, or jap-run is gone.
         """
         self._member = member
-        self._lock = threading.Lock()
+        self._key = wire.read_key(member.sweep_dir)
+        self._lock = threading.RLock()
         self._pending: dict[int, Pending] = {}
         self._serial = 0
+        self._answered = 0
         self._error: BaseException | None = None
         self._closing = False
         self._clips = False
-        self._fault_known = threading.Event()
-        key = wire.read_key(member.sweep_dir)
-        self._control = wire.connect(member.control, key)
+        self._base: list[StageShipment] | None = None
+        self._log: list[_Logged] = []
+        self._steps_logged = 0
+        self._snapshot_begun: float | None = None
+        self._snapshot_ended = time.monotonic()
+        self._snapshot_took = 0.0
+        self._hub = Hub(self._take_in)
+        self._connections: list[Connection] = []
+        """Empty while there is no engine."""
+        self._news = threading.Event()
+        """jap-run has said something since the engine was lost."""
+        self._control = wire.connect(member.control, self._key)
         wire.send_json(
             self._control,
             {
@@ -62,39 +101,66 @@ class RemoteBackend:
                 "blocks": block_count,
             },
         )
-        group = wire.recv_json(self._control)
-        if group["kind"] == "refused":
-            raise UsageError(str(group["reason"]))
-        if group["kind"] != "group":
-            raise EngineFault(str(group.get("reason", group)))
-        self._stages = int(group["stages"])
-        self._hub = Hub(self._take_in)
-        self._connections: list[Connection] = []
-        for engine in group["engines"]:
-            sock = transport.connect_to(engine, member.node, key, {"member": member.index})
-            self._connections.append(self._hub.add(sock, ("engine", int(engine["stage"]))))
+        while not self._connections:
+            news = self._next_news()
+            if news["kind"] == "refused":
+                raise UsageError(str(news["reason"]))
+            if news["kind"] == "fault":
+                raise EngineFault(str(news["reason"]))
+            if news["kind"] == "group":
+                # An engine that has just died is followed by other news from jap-run.
+                with contextlib.suppress(wire.WireError):
+                    self._connections = self._connect(news)
+        self._stages = int(news["stages"])
         threading.Thread(target=self._watch_control, name="jap-control", daemon=True).start()
-        membership.joined(int(group["group"]), self._stages)
+        membership.joined(int(news["group"]), self._stages)
+
+    def _next_news(self) -> dict[str, Any]:
+        """jap-run's next word that matters; its silence before the engine is ready is bounded by jap-run itself."""
+        while True:
+            try:
+                message = wire.recv_json(self._control)
+            except (wire.WireError, ValueError):
+                return {"kind": "fault", "reason": "jap-run is gone; see the job's own output"}
+            if message.get("kind") in ("group", "refused", "fault", "restart"):
+                return message
+
+    def _connect(self, group: dict[str, Any]) -> list[Connection]:
+        sockets: list[tuple[int, socket.socket]] = []
+        try:
+            for engine in group["engines"]:
+                sock = transport.connect_to(engine, self._member.node, self._key, {"member": self._member.index})
+                sockets.append((int(engine["stage"]), sock))
+        except BaseException:
+            for _, sock in sockets:
+                sock.close()
+            raise
+        return [self._hub.add(sock, ("engine", stage)) for stage, sock in sockets]
 
     # --- what arrives (other threads) -------------------------------------------------------------------------------
 
     def _watch_control(self) -> None:
         while True:
-            try:
-                message = wire.recv_json(self._control)
-            except (wire.WireError, ValueError):
-                message = {"kind": "fault", "reason": "jap-run is gone; see the job's own output"}
-            if message.get("kind") == "fault":
-                self._fault_known.set()
+            message = self._next_news()
+            self._news.set()
+            if message["kind"] == "group":
+                with contextlib.suppress(wire.WireError):  # as above
+                    self._start_over(message)
+            elif message["kind"] == "restart":
+                self._lose(str(message.get("reason", "")))
+                self._news.set()
+            else:
                 self._fail(EngineFault(str(message["reason"])))
                 return
 
     def _take_in(self, received: Received) -> None:
         message = received.message
+        stage = received.connection.tag[1]
         if message is None:
-            if not self._closing and self._error is None:
-                # jap-run knows why; an unexplained end is reported when it does not tell in time.
-                threading.Thread(target=self._explain, args=(received,), daemon=True).start()
+            with self._lock:
+                current = received.connection in self._connections
+            if current and not self._closing:
+                self._lose(f"lost stage {stage} of the engine ({received.reason})")
         elif message[0] == "print":
             stream = sys.stdout if message[1] == "stdout" else sys.stderr
             stream.write(message[2])
@@ -102,38 +168,95 @@ class RemoteBackend:
         elif message[0] == "error":
             self._fail(_revive(*message[1:]))
         else:
-            serial, name = (0, str(received.connection.tag[1])) if message[0] == "joined" else message[1:3]
+            serial, name = (0, str(stage)) if message[0] == "joined" else message[1:3]
             with self._lock:
                 pending = self._pending.get(serial)
-            if pending is not None:
+                if pending is None or pending.done or received.connection not in self._connections:
+                    return
                 pending.put(name, received.tree())
                 if pending.done:
-                    with self._lock:
-                        self._pending.pop(serial, None)
+                    self._pending.pop(serial, None)
+                    self._answered = max(self._answered, serial)
+                    self._forget_if_passive(serial)
 
-    def _explain(self, received: Received) -> None:
-        self._fault_known.wait(CAUSE_SECONDS)
-        self._fail(EngineFault(f"lost stage {received.connection.tag[1]} of the engine ({received.reason})"))
+    def _forget_if_passive(self, serial: int) -> None:
+        """What changed no state need not be asked again. Needs the lock."""
+        entry = next((e for e in self._log if e.serial == serial), None)
+        if entry is not None and entry.message[0] in ("evaluate", "pull", "snapshot"):
+            self._log.remove(entry)
+
+    def _lose(self, reason: str) -> None:
+        """There is no engine for now: jap-run will tell what follows, or its silence is the cause."""
+        with self._lock:
+            lost, self._connections = self._connections, []
+            if not lost:
+                return
+            self._snapshot_begun = None
+            self._news.clear()
+        for connection in lost:
+            connection.close()
+
+        def explain() -> None:
+            if not self._news.wait(CAUSE_SECONDS):
+                self._fail(EngineFault(reason))
+
+        threading.Thread(target=explain, daemon=True).start()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._error is None:
                 self._error = error
             waiting, self._pending = list(self._pending.values()), {}
+            self._log, self._base = [], None
         for pending in waiting:
             pending.fail(self._error)
 
+    def _start_over(self, group: dict[str, Any]) -> None:
+        """A new engine set: ship the last snapshot, then send the log again."""
+        connections = self._connect(group)
+        with self._lock:
+            self._connections = connections
+            if self._base is None:
+                return
+            self._pending.setdefault(0, Pending(self._stages))  # whoever waits for the first one goes on waiting
+            self._ship(self._base)
+            self._steps_logged = 0
+            for entry in self._log:
+                self._send(entry)
+                self._steps_logged += entry.message[0] == "step"
+
     # --- what is asked ----------------------------------------------------------------------------------------------
 
-    def _ask(self, parts: int) -> tuple[int, Pending]:
+    def _ask(
+        self, parts: int, kind: str, arguments: Sequence[Any], trees_by_stage: Sequence[Any], stages: Sequence[int]
+    ) -> Pending:
+        """Log a command, send it where there is an engine, and promise its answer."""
+        size = sum(t.numel() * t.element_size() for tree in trees_by_stage for t in trees.tensors(tree))
         with self._lock:
             if self._error is not None:
                 raise self._error
             if self._closing:
                 raise EngineFault("the trainer is closed; call prepare again")
             self._serial += 1
-            pending = self._pending[self._serial] = Pending(parts)
-            return self._serial, pending
+            pending = Pending(parts)
+            if parts:
+                self._pending[self._serial] = pending
+            entry = _Logged(self._serial, (kind, self._serial, *arguments), list(trees_by_stage), list(stages), size)
+            self._log.append(entry)
+            self._send(entry)
+        return pending
+
+    def _send(self, entry: _Logged) -> None:
+        """Needs the lock."""
+        if self._connections:
+            for stage in entry.stages:
+                self._connections[stage].send(entry.message, entry.trees[stage])
+
+    def _ship(self, parts: Sequence[StageShipment]) -> None:
+        """Needs the lock."""
+        token = secrets.randbits(62)
+        for connection, part in zip(self._connections, parts, strict=True):
+            connection.send(("join", token, Switches.current(), self._answered), part)
 
     def start(self, shipment: Shipment) -> None:
         """See ``backend.Backend``."""
@@ -142,56 +265,80 @@ class RemoteBackend:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            self._base = parts
             pending = self._pending[0] = Pending(self._stages)
-        token = secrets.randbits(63)
-        for connection, part in zip(self._connections, parts, strict=True):
-            connection.send(("join", token, Switches.current()), part)
+            if self._connections:
+                self._ship(parts)
         pending.wait()
 
     def step(self, order: StepOrder, switches: Switches, inputs: list[Any], targets: list[Any]) -> Pending:
         """See ``backend.Backend``."""
-        clipped = order.apply and self._clips
-        serial, pending = self._ask(2 if clipped else 1)
-        self._send_batch("step", serial, (order, switches), inputs, targets)
+        parts = 2 if order.apply and self._clips else 1
+        pending = self._ask_batch(parts, "step", (order, switches), inputs, targets)
+        self._steps_logged += 1
+        if order.apply:
+            self._snapshot_if_due()
         return pending
 
     def evaluate(self, order: EvaluateOrder, switches: Switches, inputs: list[Any], targets: list[Any]) -> Pending:
         """See ``backend.Backend``."""
-        serial, pending = self._ask(1)
-        self._send_batch("evaluate", serial, (order, switches), inputs, targets)
-        return pending
+        return self._ask_batch(1, "evaluate", (order, switches), inputs, targets)
 
-    def _send_batch(
-        self, kind: str, serial: int, arguments: tuple[Any, ...], inputs: list[Any], targets: list[Any]
-    ) -> None:
-        """Inputs to the first stage, targets to the last, the order to all."""
-        last = self._stages - 1
-        for stage, connection in enumerate(self._connections):
-            tree = (inputs if stage == 0 else None, targets if stage == last else None)
-            connection.send((kind, serial, *arguments), tree, copy=True)
+    def _ask_batch(
+        self, parts: int, kind: str, arguments: tuple[Any, ...], inputs: list[Any], targets: list[Any]
+    ) -> Pending:
+        """Inputs to the first stage, targets to the last, the order to all. The caller may change its batch at once."""
+        by_stage: list[Any] = [(None, None)] * self._stages
+        by_stage[0] = (_own(inputs), None)
+        by_stage[-1] = (by_stage[-1][0], _own(targets))
+        return self._ask(parts, kind, arguments, by_stage, range(self._stages))
 
     def set_metric(self, number: int, function: Callable[..., Any]) -> None:
         """See ``backend.Backend``."""
         data, found = shipping.dump(function, "metric_fn")
-        serial, _ = self._ask(0)
-        with self._lock:
-            self._pending.pop(serial, None)
-        self._connections[-1].send(("metric", serial, number, data), (found, None), copy=True)
+        by_stage: list[Any] = [None] * self._stages
+        by_stage[-1] = (_own(found), None)
+        with self._lock:  # every evaluation by an earlier one has been answered
+            self._log = [entry for entry in self._log if entry.message[0] != "metric"]
+        self._ask(0, "metric", (number, data), by_stage, [self._stages - 1])
 
     def pull(self, what: str) -> dict[str, Any]:
         """See ``backend.Backend``."""
-        serial, pending = self._ask(self._stages)
-        for connection in self._connections:
-            connection.send(("pull", serial, what))
-        parts = pending.wait()
+        parts = self._ask(self._stages, "pull", (what,), [None] * self._stages, range(self._stages)).wait()
         return merge_tensors([parts[str(stage)] for stage in range(self._stages)])
 
     def load(self, what: str, state: dict[str, Any]) -> None:
         """See ``backend.Backend``."""
-        serial, pending = self._ask(self._stages)
-        for connection in self._connections:
-            connection.send(("load", serial, what), ([state], None), copy=True)
-        pending.wait()
+        self._ask(self._stages, "load", (what,), [([state], None)] * self._stages, range(self._stages)).wait()
+
+    def _snapshot_if_due(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if self._snapshot_begun is not None or not self._connections:
+                return
+            waited = now - self._snapshot_ended >= max(SNAPSHOT_SECONDS, 20 * self._snapshot_took)
+            forced = "JAP_SNAPSHOT_STEPS" in os.environ or sum(e.bytes for e in self._log) >= SNAPSHOT_BYTES
+            if self._steps_logged < SNAPSHOT_STEPS or not (waited or forced):
+                return
+            self._snapshot_begun = now
+        pending = self._ask(self._stages, "snapshot", (), [None] * self._stages, range(self._stages))
+        serial = self._serial
+        pending.when_done(lambda done: self._snapshot_taken(serial, done))
+
+    def _snapshot_taken(self, serial: int, done: Pending) -> None:
+        if done.failed:
+            return
+        parts = done.wait()
+        with self._lock:
+            self._base = [parts[str(stage)] for stage in range(self._stages)]
+            # A metric function outlives the evaluations that were done: the next ones need it again.
+            metrics = [e for e in self._log if e.serial <= serial and e.message[0] == "metric"]
+            self._log = metrics[-1:] + [e for e in self._log if e.serial > serial]
+            self._steps_logged = sum(e.message[0] == "step" for e in self._log)
+            self._snapshot_ended = time.monotonic()
+            if self._snapshot_begun is not None:
+                self._snapshot_took = self._snapshot_ended - self._snapshot_begun
+            self._snapshot_begun = None
 
     def close(self) -> None:
         """See ``backend.Backend``."""
@@ -201,6 +348,11 @@ class RemoteBackend:
         self._hub.stop()
         self._control.close()
         self._fail(EngineFault("the trainer is closed; call prepare again"))
+
+
+def _own(tree: Any) -> Any:
+    """The tree with tensors that only we hold."""
+    return trees.tree_map(lambda leaf, _: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _revive(stage: int, text: str, pickled: bytes) -> BaseException:

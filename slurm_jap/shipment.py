@@ -66,6 +66,7 @@ class StageShipment:
     buffers: tuple[str, ...]
     """Buffers whose value this stage answers for."""
     after_step: tuple[bytes, list[Tensor]] | None
+    """Dump of ``(function, what it returned last)``."""
     loss_block: int
     """Number of the loss's block."""
 
@@ -223,7 +224,7 @@ def make_shipment(
         owners={name: owners[name] for name in parameters},
         buffer_owners={name: buffer_owners[name] for name in buffers},
         optimizer=optimizer,
-        after_step=None if after_step is None else shipping.dump(after_step, "after_step"),
+        after_step=None if after_step is None else shipping.dump((after_step, None), "after_step"),
     )
 
 

@@ -9,6 +9,7 @@ Trainers in the member's own process go through the same pickles, so what cannot
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pickle
@@ -49,8 +50,11 @@ def travels_by_value(module: types.ModuleType) -> bool:
     if name.partition(".")[0] in _ALWAYS_BY_REFERENCE or name == "__main__":
         return False
     file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or not file.endswith((".py", ".pyc")):
-        return False
+    return isinstance(file, str) and file.endswith((".py", ".pyc")) and _is_own_file(file)
+
+
+@functools.cache
+def _is_own_file(file: str) -> bool:
     path = os.path.realpath(file)
     if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
         return False

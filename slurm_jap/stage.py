@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from slurm_jap import draws, microbatch, shipping, trees
 from slurm_jap.blocks import autocasting, call_block
 from slurm_jap.errors import UsageError
-from slurm_jap.shipment import StageShipment
+from slurm_jap.shipment import OptimizerParts, StageShipment, take_apart
 
 
 @dataclasses.dataclass(slots=True)
@@ -184,6 +184,8 @@ class MemberStage:
         self.first, self.last = self.stage == 0, self.stage == self.stages - 1
         self.device = device
         self._loss_block = shipment.loss_block
+        bare = [dataclasses.replace(block, data=b"", tensors=[]) for block in shipment.blocks]
+        self._shipment = dataclasses.replace(shipment, blocks=bare, optimizer=(b"", []), after_step=None)
 
         def place(data: bytes, found: Sequence[Tensor]) -> Any:
             tensors = [t.to(device, copy=copy) for t in found]
@@ -214,8 +216,10 @@ class MemberStage:
         self._tied_elsewhere = [name for name in self._copies if name not in self.parameters]
         self._order = {name: place for place, name in enumerate(self.settings.parameter_order)}
         self._optimizer, self._group_numbers = self._build_optimizer(*shipment.optimizer)
-        self._after_step = None if shipment.after_step is None else place(*shipment.after_step)
+        self._after_step: Callable[..., Any] | None = None
         self.after_step_result: Any = None
+        if shipment.after_step is not None:
+            self._after_step, self.after_step_result = place(*shipment.after_step)
         self._held: dict[int, _Held] = {}
         self._modes: tuple[bool, ...] | None = None
         self._trainable: tuple[bool, ...] | None = None
@@ -228,6 +232,7 @@ class MemberStage:
 
     def _build_optimizer(self, data: bytes, found: list[Tensor]) -> tuple[torch.optim.Optimizer | None, list[int]]:
         kind, instance, values, members, state = shipping.load(data, [t.clone() for t in found])
+        self._group_count = len(values)
         groups, numbers = [], []
         for number, (value, names) in enumerate(zip(values, members, strict=True)):
             if names:
@@ -538,6 +543,40 @@ class MemberStage:
             }
             for p, values in self._optimizer.state.items()
         }
+
+    def snapshot(self) -> StageShipment:
+        """All of this stage between two steps, on the host: put on a device again, it goes on where this one was."""
+
+        def on_host(dumped: tuple[bytes, list[Tensor]]) -> tuple[bytes, list[Tensor]]:
+            return dumped[0], [t.to("cpu", copy=True) for t in dumped[1]]
+
+        blocks = []
+        for block, bare in zip(self._everything, self._shipment.blocks, strict=True):
+            homes = {name: block.homes.get(id(buffer)) for name, buffer in block.buffers.items()}
+            live = {name: (home[0]._buffers[home[1]] if home else block.buffers[name]) for name, home in homes.items()}
+            whole = (block.call, block.modules, block.parameters, live)
+            data, tensors = on_host(shipping.dump(whole, f"block {block.number}"))
+            blocks.append(dataclasses.replace(bare, data=data, tensors=tensors))
+        return dataclasses.replace(
+            self._shipment,
+            blocks=blocks,
+            optimizer=on_host(self._optimizer_parts().dump(set(self.parameters))),
+            after_step=None
+            if self._after_step is None
+            else on_host(shipping.dump((self._after_step, self.after_step_result), "after_step")),
+        )
+
+    def _optimizer_parts(self) -> OptimizerParts:
+        names = {id(p): name for name, p in self.parameters.items()}
+        count = self._group_count
+        if self._optimizer is None:
+            return OptimizerParts(torch.optim.SGD, {}, [{}] * count, [[] for _ in range(count)], {})
+        parts = take_apart(self._optimizer, names)
+        groups: list[dict[str, Any]] = [{} for _ in range(count)]
+        members: list[list[str]] = [[] for _ in range(count)]
+        for number, group, mine in zip(self._group_numbers, parts.groups, parts.members, strict=True):
+            groups[number], members[number] = group, mine
+        return dataclasses.replace(parts, groups=groups, members=members)
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor]) -> None:
