@@ -152,12 +152,14 @@ def in_ticks(problem: Problem) -> tuple[Problem, float]:
     longest = max(max(*m.forward, *m.backward, *m.step) for m in problem.members)
     longest = max(longest, problem.link, problem.switch)
     if longest == 0:
-        return _scaled(problem, 1.0), 1.0
+        return scaled(problem, 1.0), 1.0
     exponent = 5 - math.floor(math.log10(longest))
-    return _scaled(problem, 10.0**exponent), 10.0**-exponent
+    return scaled(problem, 10.0**exponent), 10.0**-exponent
 
 
-def _scaled(problem: Problem, scale: float) -> Problem:
+def scaled(problem: Problem, scale: float) -> Problem:
+    """All times multiplied by ``scale`` and rounded to whole numbers."""
+
     def ticks(times: Sequence[float]) -> tuple[int, ...]:
         return tuple(round(time * scale) for time in times)
 

@@ -16,7 +16,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slurm_jap.problem import Problem, in_ticks
+from slurm_jap.problem import Problem, in_ticks, scaled
 from slurm_jap.schedule import Action, Kind, Schedule, ScheduleError
 
 
@@ -61,6 +61,15 @@ class Layout:
         single.link, single.switch = self.link, self.switch
         return single
 
+    def divided(self, unit: int) -> Layout:
+        """The same layout with every time divided by ``unit``, which divides them all."""
+        other = Layout.__new__(Layout)
+        other.__dict__.update(self.__dict__)
+        other.problem = scaled(self.problem, 1 / unit)
+        other.duration = [[time // unit for time in times] for times in self.duration]
+        other.link, other.switch, other.tick = self.link // unit, self.switch // unit, self.tick * unit
+        return other
+
     def slot(self, action: Action) -> int:
         """The slot of ``action``."""
         count = self.problem.members[action.member].microbatches
@@ -96,8 +105,11 @@ class Rule:
     merged: bool = False
     """Whether backwards and forwards compete by rank alone."""
     phase: list[int] | None = None
-    """Per member, in ticks: stage 0 does not start its iteration i before ``phase + i * pace``."""
+    """Per member, in ticks: stage 0 does not start micro-batch m of its iteration i before ``phase + i * pace + m *
+    spacing``; None: as soon as it can."""
     pace: int = 0
+    spacing: list[int] | None = None
+    """Per member, in ticks; None: 0."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -144,9 +156,10 @@ def run_rule(layout: Layout, rule: Rule, iterations: int) -> Run:
     def release(member: int, iteration: int, now: int) -> None:
         """Stage 0 may begin ``iteration`` of ``member``."""
         if iteration < iterations:
-            when = now if rule.phase is None else max(now, rule.phase[member] + iteration * rule.pace)
+            planned = 0 if rule.phase is None else rule.phase[member] + iteration * rule.pace
+            spacing = 0 if rule.spacing is None else rule.spacing[member]
             for microbatch in range(counts[member]):
-                push(events, when * codes + base[member] + microbatch)
+                push(events, max(now, planned + microbatch * spacing) * codes + base[member] + microbatch)
 
     for member in range(len(counts)):
         release(member, 0, 0)
@@ -349,9 +362,10 @@ class Graph:
         nodes = slots * stages
         queue = layout.links_queue
         size = nodes * 2 if queue else nodes
-        # Predecessor, weight (time from start to start) and height (periods back), machine first, then data.
-        self.before, self.before_weight, self.before_height = [-1] * size, [0] * size, [0] * size
-        self.data, self.data_weight, self.data_height = [-1] * size, [0] * size, [0] * size
+        # Predecessor, weight (time from start to start) and height (periods back), by order and by data; a node that
+        # waits for nothing waits for itself, no time.
+        self.before, self.before_weight, self.before_height = list(range(size)), [0] * size, [0] * size
+        self.data, self.data_weight, self.data_height = list(range(size)), [0] * size, [0] * size
         for stage, order in enumerate(orders.order):
             shift, times = stage * slots, duration[stage]
             last = order[-1]
@@ -382,8 +396,9 @@ class Graph:
                         # A message starts when it is produced and the one before it is through.
                         carrier = nodes + source
                         self.data[carrier], self.data_weight[carrier] = source, times[slot]
-                        self.before[carrier], self.before_weight[carrier] = message, link
-                        self.before_height[carrier] = period_shift
+                        if message >= 0:
+                            self.before[carrier], self.before_weight[carrier] = message, link
+                            self.before_height[carrier] = period_shift
                         self.data[target], self.data_weight[target] = carrier, link
                         message, period_shift = carrier, 0
                     else:
@@ -404,53 +419,56 @@ class Graph:
         return [node for action in ordered for node in (action, self.nodes + action)]
 
 
-def solve(graph: Graph, floor: int, sequence: Sequence[int], give_up: int | None = None) -> Steady | None:
+def solve(
+    graph: Graph, floor: int, sequence: Sequence[int], give_up: int | None = None, warm: Sequence[int] | None = None
+) -> Steady | None:
     """The smallest period >= ``floor`` that the graph allows; None if it deadlocks or must exceed ``give_up``.
 
-    Longest paths at a trial period, from zero; whenever the chosen predecessors close a cycle, that cycle needs a
-    longer period, which becomes the trial. ``sequence`` is any order of the nodes, quick when close to that in time.
-    With a barrier the graph has no cycles, and its longest path is the period.
+    Longest paths at a trial period; whenever the chosen predecessors close a cycle, that cycle needs a longer period,
+    which becomes the trial. ``sequence`` is any order of the nodes, quick when close to that in time; ``warm`` is any
+    guess of the starts. With a barrier the graph has no cycles, and its longest path is the period.
     """
     before, before_weight, before_height = graph.before, graph.before_weight, graph.before_height
     data, data_weight, data_height = graph.data, graph.data_weight, graph.data_height
     period = floor
     critical: list[int] = []
+    start = [0] * graph.size if warm is None or graph.barrier else list(warm)
     while True:
-        one = [weight - height * period for weight, height in zip(before_weight, before_height, strict=True)]
-        two = [weight - height * period for weight, height in zip(data_weight, data_height, strict=True)]
-        start = [0] * graph.size
+        rows = [
+            (
+                node,
+                before[node],
+                before_weight[node] - before_height[node] * period,
+                data[node],
+                data_weight[node] - data_height[node] * period,
+            )
+            for node in sequence
+        ]
         chosen = [0] * graph.size  # 0: none, 1: machine, 2: data
+        cycle: list[int] = []
         rounds = 0
-        while True:
+        while not cycle:
             changed = False
-            for node in sequence:
+            for node, one, gap, two, other in rows:
                 now = start[node]
-                p = before[node]
-                if p >= 0:
-                    t = start[p] + one[node]
-                    if t > now:
-                        now = t
-                        chosen[node] = 1
-                p = data[node]
-                if p >= 0:
-                    t = start[p] + two[node]
-                    if t > now:
-                        now = t
-                        chosen[node] = 2
-                if now > start[node]:
-                    start[node] = now
+                by_order = start[one] + gap
+                by_data = start[two] + other
+                if by_order > now or by_data > now:
                     changed = True
+                    if by_order >= by_data:
+                        start[node] = by_order
+                        chosen[node] = 1
+                    else:
+                        start[node] = by_data
+                        chosen[node] = 2
             graph.relaxed += graph.size
             if not changed:
                 if graph.barrier:
                     return _longest_path(graph, start, chosen, floor, give_up)
                 return Steady(period, start, critical)
             rounds += 1
-            if rounds & 1 == 0:
-                continue
-            cycle = _chosen_cycle(graph, chosen)
-            if cycle:
-                break
+            if rounds % 2 == 0:
+                cycle = _chosen_cycle(graph, chosen)
         weight = sum(before_weight[n] if chosen[n] == 1 else data_weight[n] for n in cycle)
         height = sum(before_height[n] if chosen[n] == 1 else data_height[n] for n in cycle)
         if height <= 0:
@@ -554,9 +572,10 @@ def _steady(layout: Layout, orders: Orders) -> Steady | None:
 def deadlocks(layout: Layout, orders: Orders) -> bool:
     """Whether some actions wait for each other for ever, whatever the times are."""
     graph = Graph(layout, orders)
-    graph.before_weight = [1] * graph.size
-    graph.data_weight = [1] * graph.size
-    return solve(graph, 1, range(graph.size)) is None
+    nodes = range(graph.size)
+    graph.before_weight = [int(graph.before[node] != node) for node in nodes]
+    graph.data_weight = [int(graph.data[node] != node) for node in nodes]
+    return solve(graph, 1, nodes) is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ Every candidate becomes one cyclic order, is checked against the memory in every
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Iterator
 from itertools import pairwise
 
+from slurm_jap.climb import Climber
 from slurm_jap.problem import Bound, Problem, lower_bound
 from slurm_jap.schedule import Kind, Schedule
 from slurm_jap.simulate import Graph, Layout, Orders, Rule, Steady, fits, run_rule, solve
@@ -42,8 +44,8 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing better exists, to the resolution of the simulation's tick."""
-        return self.gap < 2e-5
+        """Whether nothing more than 0.015% better exists."""
+        return self.gap < 1.5e-4
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,6 +62,8 @@ class Candidate:
         return self.steady.period
 
 
+RELAXATIONS = 10
+"""As many take the time of one simulated action."""
 DEFAULT_WORK = 400_000
 """Actions simulated, and quarters of relaxations: about 0.4 s of one core."""
 
@@ -85,6 +89,7 @@ class Search:
     def __init__(self, problem: Problem, work: int, seed: int) -> None:
         self.layout = Layout(problem)
         self.floor = math.ceil(lower_bound(self.layout.problem).period)
+        self.enough = self.floor + self.floor // 10_000
         self.left = work
         self.random = random.Random(seed)
         self.best: Candidate | None = None
@@ -94,22 +99,31 @@ class Search:
     def run(self) -> Candidate:
         """Search until the bound is met or the work is spent."""
         budget = self.left
-        for method, rule in self.rules():
+        rules = self.rules()
+        climbs = not (self.layout.links_queue or self.layout.problem.barrier)
+        # Some of the work finds good starts for the local search, which gets the rest.
+        for number, (method, rule) in enumerate(rules):
             self.play(method, rule)
-            # Half of the work is the local search's, once there is something to improve.
-            if self.done or (self.best is not None and self.left < budget // 2):
+            if climbs and number == _FIRST and self.best is not None:
+                self.improve(self.best)
+            if self.done or (climbs and self.best is not None and self.left < budget // 2):
                 break
         for candidate in list(self.pool):
-            if self.done:
-                break
             self.improve(candidate)
+        while not self.done:
+            # Everything is improved as far as it goes: begin again elsewhere.
+            self.pool.clear()
+            for method, rule in itertools.islice(rules, _POOL):
+                self.play(method, rule)
+            if self.pool:
+                self.improve(self.pool[0])
         assert self.best is not None
         return self.best
 
     @property
     def done(self) -> bool:
         """Nothing left to gain or to spend."""
-        return self.best is not None and (self.best.period <= self.floor or self.left <= 0)
+        return self.best is not None and (self.best.period <= self.enough or self.left <= 0)
 
     # --- the portfolio ----------------------------------------------------------------------------------------------
 
@@ -122,25 +136,29 @@ class Search:
         caps = self.cap_choices()
         for name, choice in caps[1:]:
             yield f"rule, {name}", dataclasses.replace(plain, caps=choice)
-        templates = _Templates(layout)
+        plans = _Plans(layout, self.floor)
         even = [index / members for index in range(members)]
-        for slack in (1.0, 1.02, 1.05, 1.1):
-            for late in (False, True):
-                for paced in (True, False):
-                    for name, choice in caps:
-                        way = f"{'late' if late else 'early'}, {'paced' if paced else 'free'}, {slack}"
-                        rule = self.due_rule(templates, even, slack, late, paced, True, choice)
-                        yield f"due dates, {name}, {way}", rule
+        name, full = caps[0]
+        for slack in (1.0, 1.02, 1.01, 1.05, 1.03, 1.08):
+            yield f"spaced, {name}, {slack}", plans.rule(even, slack, 1.0, full)
+        for name, choice in caps:
+            for slack in (1.0, 1.02, 1.05):
+                for late in (False, True):
+                    rule = plans.rule(even, slack, 0.0, choice, late=late)
+                    yield f"due dates, {name}, {'late' if late else 'early'}, {slack}", rule
+                    if name != caps[0][0] or late:
+                        yield f"spaced, {name}, {slack}", plans.rule(even, slack, 1.0, choice, late=late)
+                yield f"due dates, {name}, free, {slack}", plans.rule(even, slack, 0.0, choice, paced=False)
+        draw = self.random
         while True:
-            phases = [(share + self.random.uniform(-0.5, 0.5) / members) % 1.0 for share in even]
-            name, choice = self.random.choice(caps)
-            yield (
-                f"due dates, {name}, random phases",
-                self.due_rule(
-                    templates, phases, self.random.uniform(1.0, 1.1), self.random.random() < 0.5,
-                    self.random.random() < 0.5, self.random.random() < 0.7, choice,
-                ),
+            jitter = draw.choice((0.0, 0.25, 1.0)) / members
+            phases = [(share + draw.uniform(-0.5, 0.5) * jitter) % 1.0 for share in even]
+            name, choice = draw.choice(caps)
+            rule = plans.rule(
+                phases, draw.uniform(1.0, 1.08), draw.choice((0.0, 0.5, 0.8, 1.0, 1.0)), choice,
+                late=draw.random() < 0.5, paced=draw.random() < 0.8, merged=draw.random() < 0.7,
             )
+            yield f"random phases, {name}", rule
 
     def cap_choices(self) -> list[tuple[str, list[int]]]:
         """The problem's caps and tighter ones: holding fewer micro-batches keeps members apart."""
@@ -153,19 +171,6 @@ class Search:
             if tight not in [choice for _, choice in choices]:
                 choices.append((f"caps {factor:g}x", tight))
         return choices
-
-    def due_rule(
-        self, templates: _Templates, phases: list[float], slack: float, late: bool, paced: bool, merged: bool,
-        caps: list[int],
-    ) -> Rule:
-        """Priority by when the member, started at its phase, would do the action if it were alone."""
-        pace = math.ceil(self.floor * slack)
-        shift = [round(share * pace) for share in phases]
-        rank = templates.ranks(shift, late)
-        return Rule(
-            rank=rank, weight=pace * _TIES, caps=caps, merged=merged, phase=shift if paced else None,
-            pace=pace if paced else 0,
-        )
 
     def play(self, method: str, rule: Rule) -> None:
         """Simulate ``rule``, cut one period out of its steady state, and judge it."""
@@ -203,91 +208,43 @@ class Search:
         """``solve``, counted as work. ``times`` is any guess of each node's start."""
         graph = Graph(self.layout, orders)
         steady = solve(graph, floor, graph.sequence(times), give_up)
-        self.left -= graph.relaxed // 4
+        self.left -= graph.relaxed // RELAXATIONS
         return steady
 
     def keep(self, candidate: Candidate) -> None:
         """Enter ``candidate`` into the pool."""
-        self.pool.append(candidate)
-        self.pool.sort(key=lambda kept: kept.period)
-        del self.pool[_POOL:]
-        self.best = self.pool[0]
-
-    # --- local search -----------------------------------------------------------------------------------------------
+        if candidate.period not in [kept.period for kept in self.pool]:
+            self.pool.append(candidate)
+            self.pool.sort(key=lambda kept: kept.period)
+            del self.pool[_POOL:]
+        if self.best is None or candidate.period < self.best.period:
+            self.best = candidate
 
     def improve(self, candidate: Candidate) -> None:
-        """Exchange neighbours along the critical cycle, taking the best exchange even if it is worse (tabu search)."""
-        layout = self.layout
-        orders = Orders([list(order) for order in candidate.orders.order], list(candidate.orders.offset))
-        steady = candidate.steady
-        forbidden: dict[tuple[int, int], int] = {}
-        stale = 0
-        for move in range(10_000):
-            if self.done or stale > 40 or not steady.critical:
-                return
-            assert self.best is not None
-            choice: tuple[Steady, int, int, int, int] | None = None
-            pairs = list(self.exchanges(orders, steady.critical))
-            self.random.shuffle(pairs)
-            for stage, place, earlier, later in pairs:
-                limit = steady.period * 103 // 100
-                if choice is not None:
-                    limit = choice[0].period - 1
-                if forbidden.get((earlier, later), -1) > move:
-                    limit = self.best.period - 1
-                exchange(layout, orders, stage, place)
-                found = None
-                if fits(layout, orders, stage):
-                    found = self.steady(orders, steady.start, self.floor, limit)
-                exchange(layout, orders, stage, place)
-                if found is not None:
-                    choice = found, stage, place, earlier, later
-                    if found.period < steady.period:
-                        break
-                if self.left <= 0:
-                    break
-            if choice is None:
-                return
-            steady, stage, place, earlier, later = choice
-            exchange(layout, orders, stage, place)
-            forbidden[later, earlier] = move + self.random.randint(5, 15)
-            stale += 1
-            if steady.period < self.best.period:
-                stale = 0
-                method = f"{candidate.method}, exchanges" if "exchanges" not in candidate.method else candidate.method
-                kept = Orders([list(order) for order in orders.order], list(orders.offset))
-                self.keep(Candidate(kept, steady, method))
-
-    def exchanges(self, orders: Orders, critical: list[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Neighbours on a stage, joined by the critical cycle, whose order a member leaves open.
-
-        Yields the stage, the place of the earlier in its order, and the two nodes.
-        """
-        layout = self.layout
-        slots = layout.slots
-        places: dict[int, dict[int, int]] = {}
-        for earlier, later in zip(critical, critical[1:] + critical[:1], strict=True):
-            stage, slot = divmod(earlier, slots)
-            if stage >= layout.stages or later // slots != stage:
-                continue
-            if stage not in places:
-                places[stage] = {slot: place for place, slot in enumerate(orders.order[stage])}
-            place = places[stage][slot]
-            if layout.problem.barrier and place + 1 == slots:
-                continue
-            if orders.order[stage][(place + 1) % slots] == later % slots and self.free(slot, later % slots):
-                yield stage, place, earlier, later
-
-    def free(self, slot: int, other: int) -> bool:
-        """Whether two slots of a stage may be exchanged when they are neighbours."""
-        layout = self.layout
-        if layout.member[slot] != layout.member[other]:
-            return True
-        kinds = {layout.kind[slot], layout.kind[other]}
-        return kinds == {Kind.FORWARD, Kind.BACKWARD} and layout.microbatch[slot] != layout.microbatch[other]
+        """Exchange neighbours until that has not helped for a while."""
+        if self.done:
+            return
+        climber = Climber(self.layout, candidate.orders, candidate.steady, self.floor, self.random)
+        best, idle, spent = climber.period, 0, 0
+        while not self.done and idle < _PATIENCE:
+            moved = climber.move()
+            self.left -= (climber.relaxed - spent) // RELAXATIONS + 1
+            spent = climber.relaxed
+            if not moved:
+                break
+            idle += 1
+            if climber.period < best:
+                best, idle = climber.period, 0
+                if self.best is None or best < self.best.period:
+                    method = candidate.method.removesuffix(_EXCHANGED) + _EXCHANGED
+                    steady = Steady(best, list(climber.start), list(climber.critical))
+                    self.best = Candidate(climber.orders(), steady, method)
 
 
-_POOL = 4
+_POOL = 6
+_FIRST = 7
+_PATIENCE = 60
+_EXCHANGED = ", exchanges"
 _TIES = 1 << 12
 """Room, below the due date, for the order of actions that are due together."""
 
@@ -301,23 +258,17 @@ def plain_rule(layout: Layout) -> Rule:
     return Rule(rank=[rank] * layout.stages, weight=layout.slots)
 
 
-def exchange(layout: Layout, orders: Orders, stage: int, place: int) -> None:
-    """Exchange the action at ``place`` of ``stage`` with the next one; doing it twice restores the orders."""
-    order = orders.order[stage]
-    following = (place + 1) % len(order)
-    one, two = order[place], order[following]
-    order[place], order[following] = two, one
-    if following == 0:
-        # Across the end of the period: each moves to the other's period, one later, one earlier.
-        orders.offset[stage * layout.slots + two] += 1
-        orders.offset[stage * layout.slots + one] -= 1
+class _Plans:
+    """Priorities by when each member would do each action if it were alone, started at its phase of the period.
 
+    A member that waits for nobody takes its path bound. Several do so at once when they start in even phases and each
+    sends its micro-batches *spaced*, one per (F + B) of its slowest stage, rather than all at once: going down, the
+    forwards then leave gaps of just the length of a backward, and members that cross fit into each other's gaps.
+    """
 
-class _Templates:
-    """When each member would do each action if it were alone: earliest, and latest without delaying its step."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, floor: int) -> None:
+        self.layout, self.floor = layout, floor
+        self.gaps: dict[tuple[int, int], int] = {}
         self.known: dict[object, tuple[list[list[int]], list[list[int]]]] = {}
         for index, member in enumerate(layout.problem.members):
             if member not in self.known:
@@ -348,6 +299,37 @@ class _Templates:
         early = run.start[0]
         cut = range(0, len(late), slots)
         return [early[i : i + slots] for i in cut], [late[i : i + slots] for i in cut]
+
+    def rule(
+        self, phases: list[float], slack: float, spaced: float, caps: list[int], *, late: bool = False,
+        paced: bool = True, merged: bool = True,
+    ) -> Rule:
+        """Members start at ``phases`` (shares of a period that is ``slack`` times the bound).
+
+        ``spaced`` is 0 for micro-batches all at once, 1 for as far apart as the period allows. ``late`` takes the
+        latest dates that do not delay the member's step, ``paced`` makes stage 0 wait for the phase.
+        """
+        pace = math.ceil(self.floor * slack)
+        shift = [round(share * pace) for share in phases]
+        return Rule(
+            rank=self.ranks(shift, late),
+            weight=pace * _TIES,
+            caps=caps,
+            merged=merged,
+            phase=shift if paced else None,
+            pace=pace if paced else 0,
+            spacing=[round(self.spacing(index, pace) * spaced) for index in range(len(phases))] if paced else None,
+        )
+
+    def spacing(self, index: int, pace: int) -> int:
+        """The slowest stage's F + B, and beyond it what the period leaves, shared between the micro-batches."""
+        member = self.layout.problem.members[index]
+        if (index, pace) not in self.gaps:
+            slowest = int(max(f + b for f, b in zip(member.forward, member.backward, strict=True)))
+            spare = max(0, pace - int(lower_bound(self.layout.problem.alone(index)).path))
+            widest = slowest * 13 // 10
+            self.gaps[index, pace] = min(widest, slowest + spare // max(1, member.microbatches - 1))
+        return self.gaps[index, pace]
 
     def ranks(self, shift: list[int], late: bool) -> list[list[int]]:
         """Per stage and slot, the due date with each member's template ``shift``ed, ties by micro-batch."""
