@@ -303,7 +303,9 @@ class MemberStage:
             The tree for the next stage; None on the last.
         """
         inputs = _Inputs()
-        value = to_device(tree, self.device) if self.first else inputs.enter(tree)
+        value = to_device(tree, self.device)
+        if not self.first:
+            value = inputs.enter(value)
         value = self._run_blocks(value, order.iteration, number, draws.FORWARD)
         if not self.last:
             self._held[number] = _Held(inputs, [t if t.requires_grad else None for t in trees.tensors(value)])
@@ -404,7 +406,11 @@ class MemberStage:
                 held.roots[0].backward()  # type: ignore[no-untyped-call]
         else:
             assert grads is not None
-            pairs = [(r, g) for r, g in zip(held.roots, grads, strict=True) if r is not None and g is not None]
+            pairs = [
+                (root, grad.to(self.device))
+                for root, grad in zip(held.roots, grads, strict=True)
+                if root is not None and grad is not None
+            ]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
         return held.inputs.gradients()
@@ -509,8 +515,7 @@ class MemberStage:
     def evaluate(self, iteration: int, number: int, tree: Any, modes: tuple[bool, ...]) -> Any:
         """Run one micro-batch forward without gradients, in the given modes; the output tree."""
         self._set_modes(modes)
-        tree = to_device(tree, self.device) if self.first else tree
-        return self._run_blocks(tree, iteration, number, draws.EVALUATION)
+        return self._run_blocks(to_device(tree, self.device), iteration, number, draws.EVALUATION)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
