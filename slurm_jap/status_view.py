@@ -90,8 +90,10 @@ class SweepView:
     """jap-run has written its last event."""
     exit_code: int | None = None
     """The sweep's, once it has ended."""
+    engine_starts: int = 0
+    """More than one: an engine ended by a fault and another took its place."""
     engine_trouble: str | None = None
-    """Why the engine ended, if it did with a fault."""
+    """Why the engine ended, if it did by a fault and no other has taken its place yet."""
     verdict: str = "not judged"
     """``ended``, ``alive`` (the reader saw jap-run write), ``silent`` (no sign for a while) or ``not judged``."""
 
@@ -185,6 +187,7 @@ def to_json(view: SweepView, members: Iterable[MemberView] | None = None) -> dic
         "directory": view.directory,
         "finished": view.finished,
         "exit_code": view.exit_code,
+        "engine_starts": view.engine_starts,
         "engine_trouble": view.engine_trouble,
         "jap_run": {
             "node": view.node,
@@ -224,9 +227,11 @@ def _apply_run_event(view: SweepView, by_index: Mapping[int, MemberView], event:
         view.node = _text(event.get("node"))
     elif kind == "alive":
         view.beat = _whole(event.get("beat"), view.beat)
+    elif kind == "engine_started":
+        view.engine_starts, view.engine_trouble = view.engine_starts + 1, None
     elif kind == "engine_ended":
-        code, reason = _whole(event.get("code")), _text(event.get("reason"))
-        view.engine_trouble = None if code == 0 else f"the engine ended with code {code}" + f": {reason}" * bool(reason)
+        code, reason = event.get("code"), _text(event.get("reason"))
+        view.engine_trouble = reason if reason is not None or code == 0 else f"ended with code {code}"
     elif kind == "sweep_ended":
         view.ended, view.exit_code = True, _whole(event.get("code"))
 
