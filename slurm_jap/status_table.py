@@ -73,8 +73,11 @@ def _footer(view: SweepView) -> str:
         parts.append(
             f"As last written by jap-run at {at} by the clock of {view.node} (--watch tells whether it lives)."
         )
+    log = f"see {view.directory}/engine.log"
     if view.engine_trouble is not None:
-        parts.append(f"{view.engine_trouble[0].upper()}{view.engine_trouble[1:]}; see {view.directory}/engine.log.")
+        parts.append(f"The engine is gone: {view.engine_trouble}; {log}.")
+    elif view.engine_starts > 1:
+        parts.append(f"The engine was started {view.engine_starts} times; {log}.")
     parts.append(f"Sweep directory: {view.directory}")
     return " ".join(parts)
 

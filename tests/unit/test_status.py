@@ -241,6 +241,25 @@ def test_a_line_that_becomes_whole_later_is_read_then(tmp_path: Path) -> None:
     assert view.beat is None  # an earlier view does not change
 
 
+def test_engines_that_ended_and_were_replaced_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = make_sweep(tmp_path)
+    run_event(directory, "engine_started", executable="python")
+    run_event(directory, "engine_ended", code=0, reason="stage 1 of group 0 was killed by signal 9")
+    document = json_of(capsys, "62", "--dir", str(tmp_path))
+    assert (document["engine_starts"], document["engine_trouble"]) == (1, "stage 1 of group 0 was killed by signal 9")
+    assert status.main(["62", "--dir", str(tmp_path)]) == 0
+    assert "The engine is gone: stage 1 of group 0 was killed by signal 9; see " in capsys.readouterr().out
+
+    run_event(directory, "engine_started", executable="python")
+    document = json_of(capsys, "62", "--dir", str(tmp_path))
+    assert (document["engine_starts"], document["engine_trouble"]) == (2, None)
+    assert status.main(["62", "--dir", str(tmp_path)]) == 0
+    assert "The engine was started 2 times; see " in capsys.readouterr().out
+
+    run_event(directory, "engine_ended", code=0, reason=None)
+    assert json_of(capsys, "62", "--dir", str(tmp_path))["engine_trouble"] is None
+
+
 def test_members_of_a_sweep_that_ended_without_a_word_are_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
