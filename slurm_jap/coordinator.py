@@ -124,8 +124,8 @@ class Coordinator:
             code = max(codes, default=0)
         finally:
             await self._kill_members()
+            self._joined.clear()  # nobody is left to start another engine set for
             if self._restarting is not None:
-                self._restarting.cancel()
                 await asyncio.wait([self._restarting])
             if self._engine is not None:
                 await self._engine.stop()

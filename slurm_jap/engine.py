@@ -114,6 +114,10 @@ class Lane:
         """What neighbours sent, by (kind, serial, micro-batch)."""
         self.iteration = 0
         self.metrics: dict[int, Any] = {}
+        self.urgent: Action | None = None
+        """The best action that could be taken whatever the stage holds,"""
+        self.forward: Action | None = None
+        """and the forward that needs room under the cap."""
         self.quiet_to = 0
         """Commands up to this serial are played again after a restart: their prints have been seen."""
 
@@ -121,35 +125,46 @@ class Lane:
         """The tree that a neighbour sent."""
         return self.inbox.pop((kind, serial, number)).tree()
 
-    def ready(self, *, may_forward: bool) -> Action | None:
-        """The best action that this member could take here now."""
+    def note(self, received: Received) -> None:
+        """A command of the member, or what a neighbour sent for one."""
+        message = received.message
+        assert message is not None
+        if received.connection is self.connection:
+            self.commands.append(Command(received))
+        else:
+            self.inbox[message[0], message[2], message[3]] = received
+        self.changed()
+
+    def changed(self) -> None:
+        """Look again at what could be done: something arrived or was done."""
+        self.urgent, self.forward = self._look()
+
+    def _look(self) -> tuple[Action | None, Action | None]:
         if not self.commands:
-            return None
-        command = self.commands[0]
+            return None, None
+        command, stage = self.commands[0], self.stage
         if command.kind not in ("step", "evaluate"):
-            return Action(Kind.STEP, self.iteration, self.index)
-        stage = self.stage
+            return Action(Kind.STEP, self.iteration, self.index), None
         assert stage is not None
-        count = len(command.arguments[1].sizes)
+        serial, number, count = command.serial, command.forwarded, len(command.arguments[1].sizes)
         if command.kind == "evaluate":
-            number = command.forwarded
-            if stage.first or ("E", command.serial, number) in self.inbox:
-                return Action(Kind.FORWARD, self.iteration, self.index, number)
-            return None
+            here = stage.first or ("E", serial, number) in self.inbox
+            # It holds no activations: no cap applies, and it takes its turn among the backwards.
+            return (Action(Kind.FORWARD, self.iteration, self.index, number) if here else None), None
         if command.backwarded == count:
             alone = not stage.must_agree
             if not command.finished:
-                here = alone or stage.last or ("finish", command.serial, 0) in self.inbox
+                here = alone or stage.last or ("finish", serial, 0) in self.inbox
             else:
-                here = alone or stage.first or ("commit", command.serial, 0) in self.inbox
-            return Action(Kind.STEP, self.iteration, self.index) if here else None
-        number = command.backwarded
-        if number < command.forwarded and (stage.last or ("B", command.serial, number) in self.inbox):
-            return Action(Kind.BACKWARD, self.iteration, self.index, number)
-        number = command.forwarded
-        if may_forward and number < count and (stage.first or ("F", command.serial, number) in self.inbox):
-            return Action(Kind.FORWARD, self.iteration, self.index, number)
-        return None
+                here = alone or stage.first or ("commit", serial, 0) in self.inbox
+            return (Action(Kind.STEP, self.iteration, self.index) if here else None), None
+        urgent = forward = None
+        back = command.backwarded
+        if back < number and (stage.last or ("B", serial, back) in self.inbox):
+            urgent = Action(Kind.BACKWARD, self.iteration, self.index, back)
+        if number < count and (stage.first or ("F", serial, number) in self.inbox):
+            forward = Action(Kind.FORWARD, self.iteration, self.index, number)
+        return urgent, forward
 
 
 class _MemberOutput(io.TextIOBase):
@@ -272,7 +287,9 @@ class Engine:
         may_forward = held < self._cap
         best: tuple[Action, Lane] | None = None
         for lane in self._lanes.values():
-            action = lane.ready(may_forward=may_forward)
+            action = lane.urgent
+            if action is None and may_forward:
+                action = lane.forward
             if action is not None and (best is None or action < best[0]):
                 best = action, lane
         return best
@@ -291,14 +308,14 @@ class Engine:
         elif tag == "member":
             lane = self._lane_of(received.connection)
             if lane is not None:
-                lane.commands.append(Command(received))
+                lane.note(received)
         else:
             token = message[1]
             lane = self._lanes.get(token)
             if message[0] == "gone":
                 self._pass_on_gone(token, peer)
             elif lane is not None:
-                lane.inbox[message[0], message[2], message[3]] = received
+                lane.note(received)
             elif token not in self._gone:
                 self._early.setdefault(token, []).append(received)
 
@@ -397,6 +414,7 @@ class Engine:
             else:
                 self._act_other(lane, stage, command)
                 lane.commands.popleft()
+            lane.changed()
 
     def _act_step(self, lane: Lane, stage: MemberStage, command: Command, order: StepOrder, action: Action) -> None:
         serial, number = command.serial, action.microbatch

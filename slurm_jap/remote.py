@@ -7,6 +7,8 @@ An engine that dies takes the members' states with it. So the backend keeps what
 snapshot (at first, what was shipped) and a log of what was asked since. When jap-run has a new engine set, the
 snapshot is shipped and the log is sent again; steps are the same to the bit, so nobody can tell. A snapshot is taken,
 behind a step, when the log has grown long; it replaces the one before it once every stage has answered.
+``JAP_RECOVERY=0`` keeps neither, which saves the host memory of one copy of model and optimizer; the engine's end is
+then the member's.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class RemoteBackend:
         self._error: BaseException | None = None
         self._closing = False
         self._clips = False
+        self._recovers = os.environ.get("JAP_RECOVERY") != "0"
         self._base: list[StageShipment] | None = None
         self._log: list[_Logged] = []
         self._steps_logged = 0
@@ -191,13 +194,14 @@ class RemoteBackend:
             lost, self._connections = self._connections, []
             if not lost:
                 return
+            shipped = bool(self._serial)
             self._snapshot_begun = None
             self._news.clear()
         for connection in lost:
             connection.close()
 
         def explain() -> None:
-            if not self._news.wait(CAUSE_SECONDS):
+            if not self._news.wait(CAUSE_SECONDS) or (shipped and not self._recovers):
                 self._fail(EngineFault(reason))
 
         threading.Thread(target=explain, daemon=True).start()
@@ -242,7 +246,8 @@ class RemoteBackend:
             if parts:
                 self._pending[self._serial] = pending
             entry = _Logged(self._serial, (kind, self._serial, *arguments), list(trees_by_stage), list(stages), size)
-            self._log.append(entry)
+            if self._recovers:
+                self._log.append(entry)
             self._send(entry)
         return pending
 
@@ -265,7 +270,7 @@ class RemoteBackend:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._base = parts
+            self._base = parts if self._recovers else None
             pending = self._pending[0] = Pending(self._stages)
             if self._connections:
                 self._ship(parts)
@@ -314,7 +319,7 @@ class RemoteBackend:
     def _snapshot_if_due(self) -> None:
         now = time.monotonic()
         with self._lock:
-            if self._snapshot_begun is not None or not self._connections:
+            if self._snapshot_begun is not None or not self._connections or not self._recovers:
                 return
             waited = now - self._snapshot_ended >= max(SNAPSHOT_SECONDS, 20 * self._snapshot_took)
             forced = "JAP_SNAPSHOT_STEPS" in os.environ or sum(e.bytes for e in self._log) >= SNAPSHOT_BYTES

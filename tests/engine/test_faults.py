@@ -245,6 +245,16 @@ def test_code_that_never_returns_is_ended(expected: dict[int, Any]) -> None:
     assert "had not returned" in outcome.logs[0]
 
 
+def test_without_recovery_the_engines_end_is_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> Any:
+        os.environ["JAP_RECOVERY"] = "0"
+        return train(functools.partial(At, leaves, 3, "forward"))
+
+    outcome = together({0: run}, stages=2)
+    assert outcome.codes[0] == 1
+    assert "code 86 while it ran code of member 0" in outcome.logs[0]
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_an_engine_that_is_killed_costs_nobody(stages: int) -> None:
     def slow(step: int) -> None:
