@@ -30,7 +30,7 @@ TO_THE_SCRIPT = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT}
 )
 """Passed to the script, which gets them of a batch job too; all others only to processes that handle them."""
-NEVER_DISTURBED = frozenset({"srun", "sh", "bash", "dash", "ash", "ksh", "zsh", "csh", "tcsh", "fish"})
+NEVER_DISTURBED = frozenset({"srun", "sh", "bash", "dash", "ash", "ksh", "zsh", "csh", "tcsh", "fish", "busybox"})
 """srun's own step is signalled by Slurm; shells catch signals to clean up, and then end."""
 TAKEN_BY_STEPS = ("SLURM", "SBATCH", "SRUN", "PMI_", "PMIX_")
 NODE_VARIABLES = ("SLURMD_NODENAME", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")
@@ -183,10 +183,11 @@ def handlers_of(number: int, root: int) -> list[int]:
         try:
             with open(f"/proc/{entry}/status", encoding="ascii", errors="replace") as file:
                 fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+            program = os.path.basename(os.readlink(f"/proc/{entry}/exe"))  # a script's own name hides its shell
         except OSError:
             continue
         parents[int(entry)] = int(fields.get("PPid", "0"))
-        if int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1 and fields.get("Name") not in NEVER_DISTURBED:
+        if int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1 and program not in NEVER_DISTURBED:
             catching.add(int(entry))
     tree = {root}
     grown = True
