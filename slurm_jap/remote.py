@@ -87,6 +87,8 @@ class RemoteBackend:
         self._hub = Hub(self._take_in)
         self._connections: list[Connection] = []
         """Empty while there is no engine."""
+        self._cause = ""
+        """Why the last engine ended, in jap-run's words."""
         self._news = threading.Event()
         """jap-run has said something since the engine was lost."""
         self._control = wire.connect(member.control, self._key)
@@ -150,7 +152,8 @@ class RemoteBackend:
                 with contextlib.suppress(wire.WireError):  # as above
                     self._start_over(message)
             elif message["kind"] == "restart":
-                self._lose(str(message.get("reason", "")))
+                self._cause = str(message.get("reason", ""))
+                self._lose(self._cause)
                 self._news.set()
             else:
                 self._fail(EngineFault(str(message["reason"])))
@@ -202,7 +205,7 @@ class RemoteBackend:
 
         def explain() -> None:
             if not self._news.wait(CAUSE_SECONDS) or (shipped and not self._recovers):
-                self._fail(EngineFault(reason))
+                self._fail(EngineFault(self._cause or reason))
 
         threading.Thread(target=explain, daemon=True).start()
 
