@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slurm_jap.problem import Problem, lower_bound
 from slurm_jap.schedule import Kind
 from slurm_jap.simulate import Graph, Layout, Orders, fits, solve
-from slurm_jap.stream import DEFAULT_WORK, Solution, stream
+from slurm_jap.stream import THOROUGH, Solution, stream
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -35,13 +35,13 @@ def available() -> bool:
     return importlib.util.find_spec("ortools") is not None
 
 
-def exact(problem: Problem, *, seconds: float = 60.0, work: int = DEFAULT_WORK, seed: int = 0) -> Solution:
+def exact(problem: Problem, *, seconds: float = 60.0, start: Solution | None = None, seed: int = 0) -> Solution:
     """The best schedule found in ``seconds``, with the best lower bound proven meanwhile.
 
-    Starts from ``stream``'s schedule. Without OR-Tools, or above ``MOST_ACTIONS``, that is the answer and ``note`` says
-    so in one line.
+    Begins from ``start``, by default ``stream``'s thorough answer. Without OR-Tools, or above ``MOST_ACTIONS``, that is
+    the answer and ``note`` says so in one line.
     """
-    found = stream(problem, work=work, seed=seed)
+    found = stream(problem, work=THOROUGH, seed=seed) if start is None else start
     if found.optimal:
         return found
     if not available():

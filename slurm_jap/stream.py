@@ -63,12 +63,14 @@ class Candidate:
 
 
 RELAXATIONS = 10
-"""As many take the time of one simulated action."""
-DEFAULT_WORK = 400_000
-"""Actions simulated, and quarters of relaxations: about 0.4 s of one core."""
+"""As many looks at a node take the time of one simulated action."""
+QUICK = 200_000
+"""Work of about half a second of one core: for comparing plans."""
+THOROUGH = 1_600_000
+"""Work of a few seconds: for the schedule that an array then follows for hours."""
 
 
-def stream(problem: Problem, *, work: int = DEFAULT_WORK, seed: int = 0) -> Solution:
+def stream(problem: Problem, *, work: int = QUICK, seed: int = 0) -> Solution:
     """Schedule ``problem`` with at most about ``work`` simulated actions; at least the engine's rule is played once."""
     search = Search(problem, work, seed)
     best = search.run()
@@ -130,46 +132,91 @@ class Search:
     def rules(self) -> Iterator[tuple[str, Rule]]:
         """The priorities to play, the most promising first."""
         layout = self.layout
-        members = len(layout.problem.members)
-        plain = plain_rule(layout)
-        yield "rule", plain
-        caps = self.cap_choices()
-        for name, choice in caps[1:]:
-            yield f"rule, {name}", dataclasses.replace(plain, caps=choice)
+        caps, orders = self.cap_choices(), self.member_orders()
+        for name, order in orders:
+            yield f"rule{name}", plain_rule(layout, order)
+        for name, order in orders[:2]:
+            for tight, choice in caps[1:]:
+                yield f"rule{name}{tight}", dataclasses.replace(plain_rule(layout, order), caps=choice)
         plans = _Plans(layout, self.floor)
-        even = [index / members for index in range(members)]
-        name, full = caps[0]
-        for slack in (1.0, 1.02, 1.01, 1.05, 1.03, 1.08):
-            yield f"spaced, {name}, {slack}", plans.rule(even, slack, 1.0, full)
-        for name, choice in caps:
-            for slack in (1.0, 1.02, 1.05):
-                for late in (False, True):
-                    rule = plans.rule(even, slack, 0.0, choice, late=late)
-                    yield f"due dates, {name}, {'late' if late else 'early'}, {slack}", rule
-                    if name != caps[0][0] or late:
-                        yield f"spaced, {name}, {slack}", plans.rule(even, slack, 1.0, choice, late=late)
-                yield f"due dates, {name}, free, {slack}", plans.rule(even, slack, 0.0, choice, paced=False)
+        _, full = caps[0]
+        for name, order in orders[:2]:
+            phases = self.phases(order)
+            for slack in (1.0, 1.02, 1.01, 1.05, 1.03, 1.08):
+                yield f"spaced{name}, {slack}", plans.rule(phases, slack, 1.0, full)
+        for name, order in orders[:2]:
+            phases = self.phases(order)
+            for tight, choice in caps:
+                for slack in (1.0, 1.02, 1.05):
+                    for late in (False, True):
+                        way = f"{name}{tight}, {'late' if late else 'early'}, {slack}"
+                        yield f"due dates{way}", plans.rule(phases, slack, 0.0, choice, late=late)
+                        if tight or late:
+                            yield f"spaced{way}", plans.rule(phases, slack, 1.0, choice, late=late)
+                    yield f"due dates{name}{tight}, free, {slack}", plans.rule(phases, slack, 0.0, choice, paced=False)
         draw = self.random
         while True:
-            jitter = draw.choice((0.0, 0.25, 1.0)) / members
-            phases = [(share + draw.uniform(-0.5, 0.5) * jitter) % 1.0 for share in even]
-            name, choice = draw.choice(caps)
+            name, order = draw.choice(orders)
+            order = list(order)
+            for _ in range(draw.choice((0, 0, 1, 2))):
+                one, other = draw.randrange(len(order)), draw.randrange(len(order))
+                order[one], order[other] = order[other], order[one]
+            tight, choice = draw.choice(caps)
+            if draw.random() < 0.2:
+                yield f"rule, random order{tight}", dataclasses.replace(plain_rule(layout, order), caps=choice)
+                continue
+            jitter = draw.choice((0.0, 0.25, 1.0)) / len(order)
+            phases = [(share + draw.uniform(-0.5, 0.5) * jitter) % 1.0 for share in self.phases(order)]
             rule = plans.rule(
                 phases, draw.uniform(1.0, 1.08), draw.choice((0.0, 0.5, 0.8, 1.0, 1.0)), choice,
                 late=draw.random() < 0.5, paced=draw.random() < 0.8, merged=draw.random() < 0.7,
             )
-            yield f"random phases, {name}", rule
+            yield f"random phases{tight}", rule
+
+    def member_orders(self) -> list[tuple[str, list[int]]]:
+        """Which member comes first: by number, and where members differ so that neighbours are alike.
+
+        A pipeline with little memory works like a queue: a small micro-batch behind a large one waits for it. Rising
+        and then falling sizes keep neighbours alike all around the period.
+        """
+        members = self.layout.problem.members
+        numbers = list(range(len(members)))
+        sizes = [member.microbatches * (sum(member.forward) + sum(member.backward)) for member in members]
+        rising = sorted(numbers, key=sizes.__getitem__)
+        orders = [("", numbers)]
+        for name, order in (
+            (", rising and falling", rising[::2] + rising[1::2][::-1]),
+            (", falling", rising[::-1]),
+            (", rising", rising),
+        ):
+            if len(set(members)) > 1 and order not in [known for _, known in orders]:
+                orders.append((name, order))
+        return orders
+
+    def phases(self, order: list[int]) -> list[float]:
+        """Per member, where it starts in the period: after the work of those before it in ``order``."""
+        members = self.layout.problem.members
+        work = [
+            max(m.microbatches * (f + b) + s for f, b, s in zip(m.forward, m.backward, m.step, strict=True))
+            for m in members
+        ]
+        total = sum(work) or 1.0
+        phases, done = [0.0] * len(members), 0.0
+        for member in order:
+            phases[member] = done / total
+            done += work[member]
+        return phases
 
     def cap_choices(self) -> list[tuple[str, list[int]]]:
         """The problem's caps and tighter ones: holding fewer micro-batches keeps members apart."""
         layout = self.layout
         total = sum(layout.problem.microbatches)
         full = list(layout.problem.caps or [total] * layout.stages)
-        choices = [("full caps", full)]
+        choices = [("", full)]
         for factor in (1.0, 1.5, 1.25, 2.0):
             tight = [min(cap, math.ceil(factor * (layout.stages - stage))) for stage, cap in enumerate(full)]
             if tight not in [choice for _, choice in choices]:
-                choices.append((f"caps {factor:g}x", tight))
+                choices.append((f", caps {factor:g}x", tight))
         return choices
 
     def play(self, method: str, rule: Rule) -> None:
@@ -181,7 +228,8 @@ class Search:
             self.left -= actions
             self.judge(method, run.start[0], run.end + 1)
             return
-        iterations = 6 if actions <= 4000 else 4
+        # Many members in a short pipeline settle within their first iteration.
+        iterations = 6 if actions <= 4000 else 3 if len(layout.problem.members) >= 4 * layout.stages else 4
         run = run_rule(layout, rule, iterations)
         self.left -= iterations * actions
         start, following = run.start[iterations - 2], run.start[iterations - 1]
@@ -249,12 +297,18 @@ _TIES = 1 << 12
 """Room, below the due date, for the order of actions that are due together."""
 
 
-def plain_rule(layout: Layout) -> Rule:
-    """The engine's rule: the smallest (iteration, member, micro-batch), within the problem's caps."""
+def plain_rule(layout: Layout, order: list[int] | None = None) -> Rule:
+    """The engine's rule: the smallest (iteration, member, micro-batch), within the problem's caps.
+
+    ``order`` takes the members in another order than that of their numbers.
+    """
+    place = list(range(len(layout.problem.members)))
+    for position, member in enumerate(order or []):
+        place[member] = position
     rank = [0] * layout.slots
-    ordered = sorted(range(layout.slots), key=lambda slot: (layout.member[slot], layout.microbatch[slot]))
-    for place, slot in enumerate(ordered):
-        rank[slot] = place
+    ordered = sorted(range(layout.slots), key=lambda slot: (place[layout.member[slot]], layout.microbatch[slot]))
+    for position, slot in enumerate(ordered):
+        rank[slot] = position
     return Rule(rank=[rank] * layout.stages, weight=layout.slots)
 
 
