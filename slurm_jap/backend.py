@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from slurm_jap import draws, microbatch
+from slurm_jap import draws, microbatch, profile_cache
 from slurm_jap.errors import EngineFault
+from slurm_jap.measure import Collector, StageReport
+from slurm_jap.profile import Profile
+from slurm_jap.schedule import Kind
 from slurm_jap.shipment import Shipment
 from slurm_jap.stage import BatchResult, MemberStage, StepOrder, to_device
 from slurm_jap.switches import Switches
@@ -92,8 +97,12 @@ class EvaluateOrder:
 class Backend(Protocol):
     """Every method may raise :class:`EngineFault` or what user code raised."""
 
-    def start(self, shipment: Shipment) -> None:
-        """Put the member's model where it is computed."""
+    def start(self, shipment: Shipment, profile: Profile) -> None:
+        """Put the member's model where it is computed.
+
+        Args:
+            profile: what the first micro-batch told of it.
+        """
 
     def step(self, order: StepOrder, switches: Switches, inputs: list[Any], targets: list[Any]) -> Pending:
         """Train on one batch; parts ``result`` (BatchResult) and, where gradients are clipped by norm, ``norm``."""
@@ -121,6 +130,7 @@ class LocalBackend:
         self._device = device
         self._stage: MemberStage | None = None
         self._metrics: dict[int, Callable[..., Any]] = {}
+        self._collector: Collector | None = None
 
     @property
     def _running(self) -> MemberStage:
@@ -128,10 +138,23 @@ class LocalBackend:
             raise EngineFault("the trainer is closed; call prepare again")
         return self._stage
 
-    def start(self, shipment: Shipment) -> None:
+    def start(self, shipment: Shipment, profile: Profile) -> None:
         """See :class:`Backend`."""
         (only,) = shipment.for_stages(1)
         self._stage = MemberStage(only, self._device, copy=False)
+        self._collector = Collector(profile, 1)
+
+    def _note_profile(self, report: StageReport | None) -> None:
+        """Where ``JAP_PROFILE`` names a file, leave there what was measured, for jap-plan."""
+        path = os.environ.get(profile_cache.ENV_PROFILE)
+        if report is None or not path or self._collector is None:
+            return
+        profile = self._collector.add(report)
+        if profile is not None:
+            try:
+                profile_cache.write(path, profile_cache.Entry(profile=profile))
+            except OSError as error:
+                warnings.warn(f"jap: cannot write {profile_cache.ENV_PROFILE}={path}: {error.strerror}", stacklevel=2)
 
     def step(self, order: StepOrder, switches: Switches, inputs: list[Any], targets: list[Any]) -> Pending:
         """See :class:`Backend`."""
@@ -140,15 +163,19 @@ class LocalBackend:
         with draws.preserved(self._device):
             stage.prepare(order, targets)
             for number, (tree, target) in enumerate(zip(inputs, targets, strict=True)):
-                stage.forward(order, number, tree, target)
+                with stage.timed(Kind.FORWARD):
+                    stage.forward(order, number, tree, target)
                 if number == len(inputs) - 1:
                     result: BatchResult = stage.result()
-                stage.backward(order, number, None)
+                with stage.timed(Kind.BACKWARD):
+                    stage.backward(order, number, None)
             if order.apply:
-                stage.finish(None)
-                norm = stage.commit(order, None).norm
+                with stage.timed(Kind.STEP):
+                    stage.finish(None)
+                    norm = stage.commit(order, None).norm
                 if stage.settings.clip_norm is not None:
                     pending.put("norm", norm)
+            self._note_profile(stage.measured())
         pending.put("result", result)
         return pending
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,9 @@ class Profile:
     """Forward operations; where none are counted, the elements that it touches."""
     touched: frozenset[int]
     """``id`` of every tensor handed to a torch function."""
+    activation_bytes: int
+    """Of the tensors handed to torch functions, parameters apart: about what a backward would need."""
+    output_bytes: int
 
 
 class _Touched(TorchFunctionMode):
@@ -146,7 +149,14 @@ def check_and_profile(
                 elements = sum(t.numel() for t in trees.tensors(value)) + sum(
                     t.numel() for t in touched.keep if isinstance(t, nn.Parameter)
                 )
-                profiles.append(Profile(float(flops.get_total_flops()) + elements, frozenset(touched.ids)))
+                profiles.append(
+                    Profile(
+                        cost=float(flops.get_total_flops()) + elements,
+                        touched=frozenset(touched.ids),
+                        activation_bytes=held_bytes(t for t in touched.keep if not isinstance(t, nn.Parameter)),
+                        output_bytes=sum(t.nbytes for t in trees.tensors(value)),
+                    )
+                )
     finally:
         for module, training in modes:
             module.training = training
@@ -157,6 +167,16 @@ def check_and_profile(
             f"something outside its blocks: {HOW_TO_PASS}"
         )
     return value, profiles
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each counted once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors have none, and may have several
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def describe(block: Block) -> str:
@@ -192,38 +212,3 @@ def _shape_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__
-
-
-def cut(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """Cut blocks into ``stages`` contiguous, non-empty ranges ``(first, last + 1)`` with the smallest heaviest range.
-
-    >>> cut([1, 1, 1, 3], 2)
-    [(0, 3), (3, 4)]
-
-    Raises:
-        UsageError: fewer blocks than stages.
-    """
-    count = len(costs)
-    if count < stages:
-        raise UsageError(
-            f"--stages={stages}: the model has {count} blocks, and a stage needs at least one; "
-            f"type --stages={count} or fewer, or cut the model into more blocks"
-        )
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    best: list[list[float]] = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
-    came: list[list[int]] = [[0] * (count + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for stage in range(1, stages + 1):
-        for end in range(stage, count + 1):
-            for start in range(stage - 1, end):
-                heaviest = max(best[stage - 1][start], prefix[end] - prefix[start])
-                if heaviest < best[stage][end]:
-                    best[stage][end], came[stage][end] = heaviest, start
-    ranges = []
-    end = count
-    for stage in range(stages, 0, -1):
-        ranges.append((came[stage][end], end))
-        end = came[stage][end]
-    return ranges[::-1]

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from slurm_jap import blocks as blocks_module
-from slurm_jap import guards, membership, microbatch, shipping, trees
+from slurm_jap import guards, measure, membership, microbatch, shipping, trees
 from slurm_jap.backend import Backend, EvaluateOrder, LocalBackend, Pending
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
-from slurm_jap.shipment import OptimizerParts, make_shipment, named_parameters, take_apart
+from slurm_jap.profile import Profile
+from slurm_jap.shipment import OptimizerParts, Shipment, make_shipment, named_parameters, take_apart
 from slurm_jap.stage import BatchResult, StepOrder
 from slurm_jap.switches import Switches
 
@@ -217,8 +218,32 @@ class Trainer:
                 "deferred": deferred,
             },
         )
-        self._backend.start(shipment)
+        self._backend.start(shipment, self._estimate(taken, shipment, profiles, parameters, first_inputs))
         self._taken = None
+
+    def _estimate(
+        self,
+        taken: _Model,
+        shipment: Shipment,
+        passes: Sequence[blocks_module.Profile],
+        parameters: Mapping[str, Tensor],
+        first_inputs: Any,
+    ) -> Profile:
+        """What the first micro-batch tells the planner."""
+        names = [blocks_module.describe(block) for block in [*taken.blocks, taken.loss_fn]]
+        settings = (taken.optimizer.kind.__name__, self._autocast, self._accumulate)
+        word = measure.signature(shipment.blocks, names, parameters, first_inputs, self._microbatches, settings)
+        return measure.estimate(
+            blocks=shipment.blocks,
+            names=names,
+            passes=passes,
+            parameters=parameters,
+            owners=shipment.owners,
+            optimizer=taken.optimizer,
+            signature=word,
+            microbatches=self._microbatches,
+            accumulate=self._accumulate,
+        )
 
     def _look_at_loss(self, taken: _Model, output: Any, target: Any, rows: int) -> bool:
         """Whether gradients must be divided late; refuses a sum that would be taken for a mean."""

@@ -22,11 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_jap import store, wire
+from slurm_jap import profile_cache, store, wire
 from slurm_jap.control import ControlServer, Peer
 from slurm_jap.engine_set import Death, EngineSet
 from slurm_jap.launch import Ended, Launcher, Started
-from slurm_jap.store import SweepDir
+from slurm_jap.profile import Profile, merged
+from slurm_jap.profile_cache import Entry
+from slurm_jap.store import EventWriter, SweepDir
 from slurm_jap.sweep import Member, MemberState, Sweep
 
 STARTING_SECONDS = 20.0
@@ -46,6 +48,46 @@ class _Joined:
     peer: Peer
     told: bool = False
     """Whether it has its group."""
+
+
+class Profiles:
+    """What the members' networks were found to cost, for the next run of this script."""
+
+    def __init__(self, sweep: Sweep, events: EventWriter) -> None:
+        self._sweep, self._events = sweep, events
+        self._found: dict[int, Profile] = {}
+        self._saved: set[tuple[str, str]] = set()
+        """Signature and device of what was saved as measured: a killed job leaves that much."""
+
+    def note(self, index: int, data: Any) -> None:
+        """A member's profile, estimated at first, measured later; ``ValueError`` if it is none."""
+        found = Profile.from_json(data)
+        self._found[index] = found
+        if not found.measured:
+            return
+        self._events.write(
+            "profile", member=index, signature=found.signature, device=found.device, iterations=found.iterations,
+            seconds=found.seconds,
+        )  # fmt: skip
+        if (found.signature, found.device) not in self._saved:
+            self.save()
+
+    def save(self) -> None:
+        """Keep everything, members with one signature and device as one. A disk that fails is no fault of the sweep."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for index, found in sorted(self._found.items()):
+            alike.setdefault((found.signature, found.device), []).append(index)
+        with contextlib.suppress(OSError):
+            script = Path(self._sweep.script).read_bytes()
+            for key, members in alike.items():
+                whole = merged([self._found[index] for index in members])
+                known = None if whole.measured else profile_cache.find(script, *key)
+                if known is not None and known.measured:
+                    continue
+                entry = Entry(profile=whole, members=tuple(members), arguments=self._sweep.arguments)
+                profile_cache.save(script, entry)
+                if whole.measured:
+                    self._saved.add(key)
 
 
 class Coordinator:
@@ -82,6 +124,7 @@ class Coordinator:
         self._room = asyncio.Semaphore(sweep.throttle or max(1, len(sweep.members)))
         self._engine_seconds, self._end_seconds = engine_seconds, end_seconds
         self._events = folder.writer(store.RUN_WRITER)
+        self._profiles = Profiles(sweep, self._events)
         self._server = ControlServer(wire.read_key(str(folder.path)), self._serve)
         self._environment: dict[str, str] = {}
         self._joined: dict[int, _Joined] = {}
@@ -132,6 +175,7 @@ class Coordinator:
             for helper in helpers:
                 helper.cancel()
             await self._server.close()
+            self._profiles.save()
             self._events.write("sweep_ended", code=code)
             self._events.close()
             shutil.rmtree(sockets, ignore_errors=True)
@@ -256,7 +300,9 @@ class Coordinator:
                 self._first_join = join
             self._tell_group(index)
             while True:
-                await peer.receive()
+                said = await peer.receive()
+                if said.get("kind") == "profile":
+                    self._profiles.note(index, said["profile"])
         finally:
             if self._joined.get(index) is joined:
                 del self._joined[index]

@@ -43,6 +43,7 @@ import torch
 
 from slurm_jap import backend, shipping, transport, wire
 from slurm_jap.errors import UsageError
+from slurm_jap.measure import device_name
 from slurm_jap.schedule import Action, Kind, activation_cap
 from slurm_jap.stage import Finish, MemberStage, StepOrder
 from slurm_jap.switches import Switches
@@ -232,7 +233,14 @@ class Engine:
         control = wire.connect(control_address, key)
         wire.send_json(
             control,
-            {"kind": "engine", "group": self.group, "stage": self.stage, "pid": os.getpid(), "addresses": addresses},
+            {
+                "kind": "engine",
+                "group": self.group,
+                "stage": self.stage,
+                "pid": os.getpid(),
+                "addresses": addresses,
+                "device": device_name(self.device),
+            },
         )
         topology = wire.recv_json(control)
         if topology.get("kind") != "topology":
@@ -408,7 +416,11 @@ class Engine:
         with self._for_member(lane, switches):
             command.open()
             if command.kind == "step":
-                self._act_step(lane, stage, command, order, action)
+                iteration = lane.iteration
+                with stage.timed(action.kind):
+                    self._act_step(lane, stage, command, order, action)
+                if lane.iteration > iteration and (measured := stage.measured()) is not None:
+                    lane.connection.send(("profile", measured))
             elif command.kind == "evaluate":
                 self._act_evaluate(lane, stage, command, order)
             else:

@@ -202,7 +202,16 @@ class EngineSet:
         if node is None or (group, stage) in self._engines or self.fault is not None:
             return
         addresses = [str(address) for address in message["addresses"]]
-        self._engines[group, stage] = peer, {"group": group, "stage": stage, "node": node, "addresses": addresses}
+        self._engines[group, stage] = (
+            peer,
+            {
+                "group": group,
+                "stage": stage,
+                "node": node,
+                "addresses": addresses,
+                "device": str(message.get("device", "")),
+            },
+        )
         if all((group, s) in self._engines for s in range(self._sweep.stages)):
             for s in range(self._sweep.stages):
                 self._engines[group, s][0].send({"kind": "topology", "engines": self.engines_of(group)})

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_jap import wire
+from slurm_jap import profile_cache, wire
+from slurm_jap.profile import Profile
 from slurm_jap.store import EventWriter, SweepDir, member_writer
 
 if TYPE_CHECKING:
@@ -83,6 +84,19 @@ def joined(group: int, stages: int) -> None:
     writer = _writer()
     if writer is not None:
         writer.write("joined", argv=sys.argv, group=group, stages=stages)
+
+
+def known_profile(signature: str, device: str) -> Profile | None:
+    """What earlier runs of this sweep's script measured of this network on such a device."""
+    member = current()
+    if member is None:
+        return None
+    try:
+        script = SweepDir(Path(member.sweep_dir)).script.read_bytes()
+    except OSError:
+        return None
+    found = profile_cache.find(script, signature, device)
+    return found if found is not None and found.measured else None
 
 
 class Progress:

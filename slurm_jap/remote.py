@@ -30,7 +30,9 @@ import torch
 from slurm_jap import membership, shipping, transport, trees, wire
 from slurm_jap.backend import EvaluateOrder, Pending, merge_tensors
 from slurm_jap.errors import EngineFault, RemoteError, UsageError
+from slurm_jap.measure import Collector
 from slurm_jap.membership import Membership
+from slurm_jap.profile import WORTH_A_CUT, Profile, drift
 from slurm_jap.shipment import Shipment, StageShipment
 from slurm_jap.stage import StepOrder
 from slurm_jap.switches import Switches
@@ -77,6 +79,7 @@ class RemoteBackend:
         self._error: BaseException | None = None
         self._closing = False
         self._clips = False
+        self._collector: Collector | None = None
         self._recovers = os.environ.get("JAP_RECOVERY") != "0"
         self._base: list[StageShipment] | None = None
         self._log: list[_Logged] = []
@@ -117,6 +120,7 @@ class RemoteBackend:
                 with contextlib.suppress(wire.WireError):
                     self._connections = self._connect(news)
         self._stages = int(news["stages"])
+        self._device = str(news["engines"][0].get("device", ""))
         threading.Thread(target=self._watch_control, name="jap-control", daemon=True).start()
         membership.joined(int(news["group"]), self._stages)
 
@@ -171,6 +175,11 @@ class RemoteBackend:
             stream = sys.stdout if message[1] == "stdout" else sys.stderr
             stream.write(message[2])
             stream.flush()
+        elif message[0] == "profile":
+            with self._lock:
+                profile = self._collector.add(message[1]) if self._collector is not None else None
+            if profile is not None:
+                self._tell_profile(profile)
         elif message[0] == "error":
             self._fail(_revive(*message[1:]))
         else:
@@ -184,6 +193,11 @@ class RemoteBackend:
                     self._pending.pop(serial, None)
                     self._answered = max(self._answered, serial)
                     self._forget_if_passive(serial)
+
+    def _tell_profile(self, profile: Profile) -> None:
+        """jap-run keeps it for the next run; nothing depends on its getting there."""
+        with self._lock, contextlib.suppress(wire.WireError):
+            wire.send_json(self._control, {"kind": "profile", "profile": profile.to_json()})
 
     def _forget_if_passive(self, serial: int) -> None:
         """What changed no state need not be asked again. Needs the lock."""
@@ -266,9 +280,14 @@ class RemoteBackend:
         for connection, part in zip(self._connections, parts, strict=True):
             connection.send(("join", token, Switches.current(), self._answered), part)
 
-    def start(self, shipment: Shipment) -> None:
+    def start(self, shipment: Shipment, profile: Profile) -> None:
         """See ``backend.Backend``."""
-        parts = shipment.for_stages(self._stages)
+        profile = dataclasses.replace(profile, device=self._device)
+        known = membership.known_profile(profile.signature, self._device)
+        recut = known is not None and drift(known.costs, profile.costs) > WORTH_A_CUT
+        parts = shipment.for_stages(self._stages, known.costs if known is not None and recut else None)
+        self._collector = Collector(profile, self._stages)
+        self._tell_profile(profile)
         self._clips = shipment.settings.clip_norm is not None
         with self._lock:
             if self._error is not None:

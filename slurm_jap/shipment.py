@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from slurm_jap import shipping, trees
-from slurm_jap.blocks import Block, Profile, cut
+from slurm_jap.blocks import Block, Profile
+from slurm_jap.cut import cut
 from slurm_jap.errors import UsageError
 
 LOSS_PREFIX = "loss_fn."
@@ -83,14 +84,19 @@ class Shipment:
     optimizer: OptimizerParts
     after_step: tuple[bytes, list[Tensor]] | None
 
-    def for_stages(self, stages: int) -> list[StageShipment]:
+    def for_stages(self, stages: int, costs: Sequence[float] | None = None) -> list[StageShipment]:
         """Cut into stages; the loss goes with the last.
+
+        Args:
+            costs: what each block but the loss takes, where that was measured; else the operations counted rule.
 
         Raises:
             UsageError: fewer blocks than stages.
         """
         model_blocks, loss = self.blocks[:-1], self.blocks[-1]
-        ranges = cut([block.cost for block in model_blocks], stages)
+        if costs is None or len(costs) != len(model_blocks):
+            costs = [block.cost for block in model_blocks]
+        ranges = cut(costs, stages)
         shipments = []
         for stage, (first, end) in enumerate(ranges):
             last = stage == stages - 1

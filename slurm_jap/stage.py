@@ -14,6 +14,7 @@ once in the norm; after the step its copies are overwritten with the owner's val
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from slurm_jap import draws, microbatch, shipping, trees
 from slurm_jap.blocks import autocasting, call_block
 from slurm_jap.errors import UsageError
+from slurm_jap.measure import Measurement, StageReport
+from slurm_jap.schedule import Kind
 from slurm_jap.shipment import OptimizerParts, StageShipment, take_apart
 
 
@@ -227,6 +230,8 @@ class MemberStage:
         self._counts: list[float] = []
         self._divisor = 0.0
         self._finish: Finish | None = None
+        self._measurement: Measurement | None = Measurement(device)
+        """None once this stage's blocks have been measured."""
 
     # --- the optimizer's slice --------------------------------------------------------------------------------------
 
@@ -319,10 +324,12 @@ class MemberStage:
         for block in self._blocks:
             before = {id(t): t.grad_fn for t in trees.tensors(value)} if grad else {}
             draws.reseed(draws.key(self.settings.seed, iteration, number, block.number, direction), self.device)
-            with autocasting(self.settings.autocast, self.device):
+            with self._timing(block, grad), autocasting(self.settings.autocast, self.device):
                 value = call_block(block.call, block.number, value)
             value = trees.settle(value)
             if grad:
+                if self._measurement is not None:
+                    self._measurement.output(block.number, value)
                 self._meet_gradients(value, before, iteration, number, block.number)
         return value
 
@@ -338,6 +345,8 @@ class MemberStage:
             nonlocal seeded
             if not seeded:
                 seeded = True
+                if self._measurement is not None:
+                    self._measurement.gradient_reaches(block)
                 draws.reseed(key, self.device)
             return trees.settled(grad)
 
@@ -351,7 +360,7 @@ class MemberStage:
         draws.reseed(
             draws.key(self.settings.seed, order.iteration, number, self._loss_block, draws.FORWARD), self.device
         )
-        with autocasting(self.settings.autocast, self.device):
+        with self._timing(self._everything[-1], True), autocasting(self.settings.autocast, self.device):
             result = self._loss(output, target)
         only = len(order.sizes) == 1
         if isinstance(result, microbatch.Loss):
@@ -398,6 +407,9 @@ class MemberStage:
             The same for the stage before it, one per tensor that this stage received.
         """
         held = self._held.pop(number)
+        measurement = self._measurement
+        if measurement is not None:
+            measurement.backward_begins(self._everything[-1].number)
         if self.last:
             draws.reseed(
                 draws.key(self.settings.seed, order.iteration, number, self._loss_block, draws.BACKWARD), self.device
@@ -413,6 +425,8 @@ class MemberStage:
             ]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+        if measurement is not None:
+            measurement.backward_ends()
         return held.inputs.gradients()
 
     @property
@@ -508,6 +522,30 @@ class MemberStage:
             for copy in self._copies.get(name, ()):
                 if value is not None and copy.data_ptr() != value.data_ptr():
                     copy.copy_(value)
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def _timing(self, block: _Block, training: bool) -> contextlib.AbstractContextManager[None]:
+        if self._measurement is None or not training:
+            return contextlib.nullcontext()
+        return self._measurement.block(block.number, block.call)
+
+    def timed(self, kind: Kind) -> contextlib.AbstractContextManager[None]:
+        """To be put around each whole action of a step."""
+        return contextlib.nullcontext() if self._measurement is None else self._measurement.action(kind)
+
+    def measured(self) -> StageReport | None:
+        """To be asked after each batch: what has been measured, when that is due."""
+        measurement = self._measurement
+        if measurement is None or not measurement.iteration_ends():
+            return None
+        if measurement.over:
+            self._measurement = None
+        everything = [(block.number, {**block.buffers, **block.parameters}) for block in self._everything]
+        state = self._optimizer.state if self._optimizer is not None else {}
+        return measurement.report(
+            self.stage, everything, {name: state[p] for name, p in self.parameters.items() if p in state}
+        )
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -18,3 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if re.match(r"SLURM|SBATCH_|SRUN_|SQUEUE_|SACCT_|JAP_(?!TEST_)", name):
             del os.environ[name]
+    # What earlier runs measured of the examples would decide where they are cut.
+    cache = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jap-test-cache-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)

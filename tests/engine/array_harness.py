@@ -158,21 +158,24 @@ def together(
     engine_variables: Mapping[str, str] | None = None,
     during: Callable[[_ForkLauncher, SweepDir], Any] | None = None,
     seconds: float = SECONDS,
+    script: bytes = b"",
 ) -> Outcome:
     """Train the members in one sweep.
 
     Args:
         nodes: with more than one, engines and members are spread over them, and talk TCP between them.
         during: called in a thread while the sweep runs; may look at ``launcher.members`` and ``launcher.agents``.
+        script: the batch script under which profiles are kept; none: they are not.
     """
     with tempfile.TemporaryDirectory(prefix="jap-test-") as name:
         folder = Path(name)
         members = tuple(Member(index=i, output=str(folder / f"out_{i}")) for i in sorted(functions))
+        sweep_dir = SweepDir.create(folder / "sweep")
         sweep = Sweep(
             job_id=1, attempt=0, job_name="test", launcher="fork", array="test", throttle=throttle, members=members,
-            script="", arguments=(), work_dir=name, stages=stages, groups=groups,
+            script=str(sweep_dir.write_script(script)) if script else "", arguments=(), work_dir=name,
+            stages=stages, groups=groups,
         )  # fmt: skip
-        sweep_dir = SweepDir.create(folder / "sweep")
         sweep_dir.write_manifest(sweep)
         launcher = _ForkLauncher(functions, folder, engine_variables or {}, nodes)
         said: list[str] = []
