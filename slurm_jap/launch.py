@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from slurm_jap import array_spec, filename_pattern, wire
+from slurm_jap import array_spec, filename_pattern, step, wire
 from slurm_jap.carried import Carried
 from slurm_jap.errors import UsageError
 from slurm_jap.sweep import Member, MemberState, Sweep
@@ -210,8 +210,8 @@ _SET_FOR_EACH = (
 
 
 def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without what an enclosing sweep told this process of itself."""
-    return {k: v for k, v in environment.items() if k not in _SET_FOR_EACH}
+    """This process's environment as it was given, without what an enclosing sweep told it of itself."""
+    return {k: v for k, v in step.without_coercion(environment).items() if k not in _SET_FOR_EACH}
 
 
 def engine_environment(own: Mapping[str, str], request: EngineRequest, added: Mapping[str, str]) -> dict[str, str]:

@@ -72,8 +72,18 @@ def member_environment(now: Mapping[str, str], orders: Mapping[str, object]) -> 
     return environment
 
 
+def without_coercion(environment: Mapping[str, str]) -> dict[str, str]:
+    """Drop the LC_CTYPE that Python itself puts into its environment under the C locale (PEP 538)."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            given = any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0"))
+    except OSError:
+        given = True
+    return {k: v for k, v in environment.items() if given or k != "LC_CTYPE"}
+
+
 def _run_member(argv: Sequence[str], orders: Mapping[str, object]) -> int:
-    environment = member_environment(os.environ, orders)
+    environment = member_environment(without_coercion(os.environ), orders)
     caught = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *_FAULTS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, caught)
     lines = os.dup(0)
@@ -100,7 +110,7 @@ def _run_member(argv: Sequence[str], orders: Mapping[str, object]) -> int:
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended == child:
-            if not orders["forward"]:
+            if not orders["forward"] and os.getpgrp() == os.getpid():
                 _end_group()
             _end_like(status)
         readable, _, _ = select.select(sources, [], [])
