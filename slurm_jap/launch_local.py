@@ -205,7 +205,7 @@ def run(
             raise
         raise UsageError(f"cannot write the sweep directory: {error}; choose another folder with -o") from None
     store.write_pointer(root, job_id)
-    say = say or (lambda line: print(f"{PREFIX} {line}", file=sys.stderr, flush=True))
+    say = say or _say
     say(f"local sweep {job_id}: {len(sweep.members)} member(s), sweep directory {folder.path}")
     received: list[int] = []
     forwarding: set[asyncio.Task[None]] = set()
@@ -229,6 +229,11 @@ def run(
     with _live_table(folder) if progress else contextlib.nullcontext():
         code = asyncio.run(main())
     return 128 + received[0] if received else code
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads on
+        print(f"{PREFIX} {line}", file=sys.stderr, flush=True)
 
 
 def claim_job_id(root: Path) -> int:

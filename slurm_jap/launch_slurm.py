@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -61,6 +62,12 @@ _ORDINARY = re.compile(
     r"srun: error: \S+: tasks? [-\d,]+: |srun: (launch/slurm|Terminating|Force|got SIGCONT|cluster configuration lacks)"
 )
 """What srun says of any task, and of any task that ends with a code or by a signal."""
+_BUSY = re.compile(
+    r"Socket timed out|Unable to (confirm allocation|contact slurm)|Connection (refused|reset)|Zero Bytes"
+)
+"""srun found nobody to start its step; it is worth another try."""
+RETRY_SECONDS = (5.0, 20.0, 60.0)
+"""How long to wait before each further try."""
 _TAIL_BYTES = 1 << 16
 _INNER = "inner"
 """Folder of the attempt that says which steps were started inside which member."""
@@ -104,34 +111,28 @@ class Cluster:
 class _Step:
     """A step, seen through its srun."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        error_file: str | None = None,
-        clean_up: Callable[[], Awaitable[None]] | None = None,
-        hint: str = "",
-    ) -> None:
-        """``hint`` is what to do when its memory was too small; ``clean_up`` is awaited after its end."""
-        self._process, self.pid, self._error_file = process, process.pid, error_file
-        self._clean_up, self._hint = clean_up, hint
+    def __init__(self, spawn: Callable[[], Awaitable[asyncio.subprocess.Process]]) -> None:
+        """``spawn`` runs srun; call :meth:`start` next."""
+        self._spawn = spawn
+        self._process: asyncio.subprocess.Process
+        self.pid = 0
+        self._killed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Run srun.
+
+        Raises:
+            OSError: there is no such program, or no more processes.
+        """
+        self._process = await self._spawn()
+        self.pid = self._process.pid
 
     async def wait(self) -> Ended:
-        said = b""
-        if self._process.stderr is not None:
-            while chunk := await self._process.stderr.read(4096):
-                said = (said + chunk)[-_TAIL_BYTES:]
-        code = exit_code_of(await self._process.wait())
-        lines = said.splitlines()
-        self._tell_member([line for line in lines if line.startswith(b"slurmstepd")])
-        if self._clean_up is not None:
-            await self._clean_up()
-        ended = verdict(code, [line.decode(errors="replace") for line in lines])
-        if ended.state is MemberState.OUT_OF_MEMORY:
-            ended = dataclasses.replace(ended, reason=f"went beyond its host memory{self._hint}")
-        return ended
+        return verdict(exit_code_of(await self._process.wait()), [])
 
     async def kill(self) -> None:
         """srun ends its step by force when it is told to end; if it does not listen, the end of the job will."""
+        self._killed.set()
         for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signum)
@@ -139,21 +140,71 @@ class _Step:
                 await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(self._process.wait())), 5)
                 return
 
+
+class _MemberStep(_Step):
+    """A member's step: with srun's messages, a second try, and a way to signal the script itself."""
+
+    def __init__(
+        self,
+        spawn: Callable[[], Awaitable[asyncio.subprocess.Process]],
+        error_file: str,
+        clean_up: Callable[[], Awaitable[None]],
+        share: str,
+    ) -> None:
+        """``clean_up`` is awaited after its end; ``share`` is its host memory in words, empty if it has no limit."""
+        super().__init__(spawn)
+        self._error_file, self._clean_up, self._share = error_file, clean_up, share
+
+    async def wait(self) -> Ended:
+        """Wait for its end; a step that Slurm could not start for lack of an answer is tried again."""
+        for delay in (*RETRY_SECONDS, None):
+            code, lines, began = await self._until_end()
+            busy = code != 0 and not began and any(_BUSY.search(line) for line in lines)
+            if not busy or delay is None or self._killed.is_set():
+                break
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(self._killed.wait(), delay)
+                break
+            await self.start()
+        self._tell_member([line for line in lines if line.startswith("slurmstepd")])
+        await self._clean_up()
+        ended = verdict(code, lines)
+        if ended.state is MemberState.OUT_OF_MEMORY:
+            remedy = f" of {self._share}: ask for more with #JAP --member-mem" if self._share else ", the job's"
+            ended = dataclasses.replace(ended, reason=f"went beyond its host memory{remedy}")
+        return ended
+
+    async def _until_end(self) -> tuple[int, list[str], bool]:
+        """srun's exit code, what it printed, and whether the step began."""
+        process = self._process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said, began = await asyncio.gather(_tail(process.stderr), _tail(process.stdout))
+        return exit_code_of(await process.wait()), said.decode(errors="replace").splitlines(), bool(began)
+
     def tell(self, signum: int) -> None:
         """Have the script itself get a signal."""
         if self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(f"{int(signum)}\n".encode())
 
-    def _tell_member(self, lines: Sequence[bytes]) -> None:
+    def _tell_member(self, lines: Sequence[str]) -> None:
         """Slurm's own messages end up where a batch job's would: in its error file."""
-        if not lines or self._error_file is None:
+        if not lines:
             return
         with contextlib.suppress(OSError):
             fd = os.open(self._error_file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             try:
-                os.write(fd, b"\n".join(lines) + b"\n")
+                os.write(fd, "".join(f"{line}\n" for line in lines).encode())
             finally:
                 os.close(fd)
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """The last part of all that comes."""
+    kept = b""
+    while chunk := await stream.read(4096):
+        kept = (kept + chunk)[-_TAIL_BYTES:]
+    return kept
 
 
 def verdict(code: int, lines: Sequence[str]) -> Ended:
@@ -195,7 +246,7 @@ class SlurmLauncher:
         self._log, self._cluster = log, cluster
         self._own = launch.own_environment(environment)
         self._srun, self._scancel = find_command("srun", self._own), find_command("scancel", self._own)
-        self._members: set[_Step] = set()
+        self._members: set[_MemberStep] = set()
         self._note_inner = log.parent / "note-inner-step"
         self._note_inner.write_text(_NOTE_INNER)
         self._note_inner.chmod(0o700)
@@ -205,7 +256,7 @@ class SlurmLauncher:
         """Name of the member's node."""
         return self.places[member.index].node.name
 
-    async def start_member(self, member: Member, environment: Mapping[str, str]) -> _Step:
+    async def start_member(self, member: Member, environment: Mapping[str, str]) -> _MemberStep:
         """Start the member's step."""
         place, facts = self.places[member.index], self._facts
         share = self._share_on(place.node)
@@ -224,14 +275,17 @@ class SlurmLauncher:
             "unset": [],
             "set": {**self._seen_by(place.node), **environment},
         }
-        process = await self._step(
-            member.step_name, options, [str(self._script), *self._arguments], self._own, orders,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        spawn = functools.partial(
+            self._step, member.step_name, options, [str(self._script), *self._arguments], self._own, orders,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        started = _Step(
-            process, member.error or member.output, lambda: self._end_inner_steps(member.index),
-            f" of {memory}iB: ask for more with #JAP --member-mem or sbatch --mem" if share else "",
-        )  # fmt: skip
+        started = _MemberStep(
+            spawn,
+            member.error or member.output,
+            functools.partial(self._end_inner_steps, member.index),
+            f"{share} MiB" if share else "",
+        )
+        await started.start()
         self._members.add(started)
         return started
 
@@ -251,12 +305,14 @@ class SlurmLauncher:
         ]  # fmt: skip
         orders = {"role": "engine", "cwd": request.cwd}
         with self._log.open("ab") as log:
-            process = await self._step(
-                ENGINE_STEP, options, [request.executable, "-m", ENGINE_MODULE],
+            spawn = functools.partial(
+                self._step, ENGINE_STEP, options, [request.executable, "-m", ENGINE_MODULE],
                 launch.engine_environment(self._own, request, environment), orders,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
-        return _Step(process)
+            started = _Step(spawn)
+            await started.start()
+        return started
 
     async def forward(self, signum: int) -> None:
         """Pass a signal that Slurm sent to the batch script alone on to the members' scripts."""

@@ -7,6 +7,7 @@ member runs. Exit code: the highest member code (128+n for a signal), 2 for a jo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import os
 import re
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def say(line: str) -> None:
-    """Print one line into the job's own output."""
-    print(f"{PREFIX} {line}", flush=True)
+    """Print one line into the job's own output; a full disk does not end the sweep."""
+    with contextlib.suppress(OSError):
+        print(f"{PREFIX} {line}", flush=True)
 
 
 async def _run(facts: Carried, user_script: bytes, arguments: Sequence[str], environment: Mapping[str, str]) -> int:

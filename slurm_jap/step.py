@@ -139,7 +139,8 @@ def _default_dispositions() -> None:
 
 
 def _open_files(orders: Mapping[str, object]) -> None:
-    """Put the member's files in the place of the step's pipes."""
+    """Put the member's files in the place of the step's pipes, and a word into the last of these: it has begun."""
+    begun = os.dup(1)
     append = os.O_APPEND if orders["append"] else os.O_TRUNC
     path = str(orders["input"])
     try:
@@ -153,6 +154,10 @@ def _open_files(orders: Mapping[str, object]) -> None:
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | append, 0o666), 2)
     except OSError as error:
         sys.exit(f"jap: cannot open {path}: {error.strerror}")
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(begun, b"begun\n")
+        os.close(begun)
 
 
 def _end_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from slurm_jap import carried, launch, launch_slurm, run
 from slurm_jap.carried import Carried
 from slurm_jap.errors import UsageError
-from slurm_jap.launch import Job, Node, place_engines, place_members
+from slurm_jap.launch import Ended, Job, Node, place_engines, place_members
 from slurm_jap.launch_slurm import Cluster, SlurmLauncher, cpus_per_node, devices_in, verdict
 from slurm_jap.store import SweepDir
 from slurm_jap.sweep import MemberState
@@ -182,7 +183,7 @@ def launcher(
         (bin_ / name).chmod(0o755)
     return SlurmLauncher(
         facts, job(tmp_path), [Node(name=f"n{i}", cpus=4) for i in range(nodes)], tmp_path / "script", (),
-        tmp_path / "engine.log", {"PATH": str(bin_)} | environment, Cluster(),
+        tmp_path / "engine.log", {"PATH": f"{bin_}:{os.environ['PATH']}"} | environment, Cluster(),
     )  # fmt: skip
 
 
@@ -200,6 +201,77 @@ def test_a_share_beyond_the_jobs_memory_would_wait_for_ever(
 ) -> None:
     made = launcher(tmp_path, monkeypatch, Carried(array="0", member_mem_mb=share), **environment)
     assert made._share_on(made.nodes[0]) == expected
+
+
+FAKE_SRUN = """#!/bin/bash
+# Fails as srun does when slurmctld is overrun, FAILURES times; then runs the task here.
+echo "$@" >> "$LOG"
+if [ "$(wc -l < "$LOG")" -le "$FAILURES" ]; then
+    echo "srun: error: Unable to create step for job 62: $MESSAGE" >&2
+    exit 1
+fi
+while [ "${1#-}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+def run_one_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **environment: str) -> Ended:
+    made = launcher(
+        tmp_path, monkeypatch, Carried(array="3", output="o_%a", member_mem_mb=100, member_time_min=7),
+        SLURM_JOB_ID="62", SLURM_NTASKS="9", SLURM_GPUS="4", LOG=str(tmp_path / "log"), **environment,
+    )  # fmt: skip
+    (tmp_path / "bin" / "srun").write_text(FAKE_SRUN)
+    (tmp_path / "script").write_text(f"#!/bin/bash\n{script}\n")
+    (tmp_path / "script").chmod(0o700)
+    sweep, made.places, _ = launch.lay_out(
+        Carried(array="3", output="o_%a"), (), job(tmp_path), made.nodes, "slurm", tmp_path / "script"
+    )
+
+    async def main() -> Ended:
+        return await (await made.start_member(sweep.members[0], {"SLURM_ARRAY_TASK_ID": "3"})).wait()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_member_is_one_small_overlapping_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "echo $SLURM_ARRAY_TASK_ID $SLURM_NTASKS [$SLURM_GPUS] $SLURM_OVERLAP; exit 4"
+    ended = run_one_member(tmp_path, monkeypatch, script, FAILURES="0")
+    assert (ended.code, ended.state, ended.reason) == (4, MemberState.FAILED, None)
+    assert (tmp_path / "o_3").read_text() == "3 1 [] 1\n"
+    options = (tmp_path / "log").read_text().split()
+    for option in ("--overlap", "--job-name=member_3", "-n1", "--mem=100M", "--gres=none", "--time=7", "--export=ALL"):
+        assert option in options
+    assert not any(option.startswith(("-c", "--cpus")) for option in options), "-c1 pins every member to one core"
+
+
+def test_a_step_that_slurm_was_too_busy_to_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_slurm, "RETRY_SECONDS", (0.05, 0.05, 0.05))
+    message = "Socket timed out on send/recv operation"
+    ended = run_one_member(tmp_path, monkeypatch, "echo x", FAILURES="3", MESSAGE=message)
+    assert (ended.code, ended.state) == (0, MemberState.COMPLETED)
+    assert (tmp_path / "o_3").read_text() == "x\n"
+    assert len((tmp_path / "log").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("failures", "message", "tries"), [("99", "Socket timed out", 4), ("99", "Invalid account", 1)]
+)
+def test_tries_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: str, message: str, tries: int) -> None:
+    monkeypatch.setattr(launch_slurm, "RETRY_SECONDS", (0.05, 0.05, 0.05))
+    ended = run_one_member(tmp_path, monkeypatch, "echo x", FAILURES=failures, MESSAGE=message)
+    assert (ended.code, ended.state) == (1, MemberState.FAILED)
+    assert message in str(ended.reason)
+    assert len((tmp_path / "log").read_text().splitlines()) == tries
+
+
+def test_a_script_that_began_is_never_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_slurm, "RETRY_SECONDS", (0.05,))
+    noise = "echo 'srun: error: Socket timed out' >&2; "
+    monkeypatch.setitem(globals(), "FAKE_SRUN", FAKE_SRUN.replace("exec ", noise + "exec "))
+    assert run_one_member(tmp_path, monkeypatch, "echo x; exit 1", FAILURES="0").code == 1
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
 def test_no_srun_is_one_line(tmp_path: Path) -> None:

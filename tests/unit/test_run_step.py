@@ -59,7 +59,7 @@ def test_environment_files_and_arguments(tmp_path: Path) -> None:
         'cat; echo; echo "$1|$2"; echo err >&2; [ $SLURM_TASK_PID = $$ ]; echo $?; env | grep -v -e ^_ -e ^SHLVL | sort'
     )
     process = start(tmp_path, script, "a b", "$x", input=str(tmp_path / "in"), error=str(tmp_path / "err"))
-    assert finish(process) == (0, b"", b"")
+    assert finish(process) == (0, b"begun\n", b"")
     assert (tmp_path / "err").read_text() == "err\n"
     lines = output(tmp_path).splitlines()
     assert lines[:3] == ["hello", "a b|$x", "0"]
