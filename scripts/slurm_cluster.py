@@ -86,6 +86,7 @@ class Cluster:
         kept["SLURM_CONF"] = self.slurm_conf
         kept["PATH"] = f"{kept.get('PATH', '')}:{PATH}".lstrip(":")
         if user is not None:
+            kept = {k: v for k, v in kept.items() if not k.startswith("XDG_") and k != "TMPDIR"}
             kept.update(HOME=str(self.home(user)), USER=user, LOGNAME=user)
         return kept
 

@@ -109,7 +109,7 @@ class Supervisor:
     def _make_folders(self) -> None:
         directory = self.directory
         if len(str(directory)) > MAX_SOCKET_DIR or not re.fullmatch(r"[\w./-]+", str(directory), re.ASCII):
-            self.base = Path(tempfile.mkdtemp(prefix="jap-", dir="/tmp")) / "c"
+            self.base = Path(tempfile.mkdtemp(prefix="jap-cluster-", dir="/tmp")) / "c"
             self.base.parent.chmod(0o755)
             self.base.symlink_to(directory)
         for name in ("etc", "log", "munge", "mysql", "state", "spool", "dev", "home", "scratch"):
