@@ -270,7 +270,7 @@ def check_memory(cluster: SlurmCluster, workdir: Path, inner: str) -> None:
     if not inner:
         # https://github.com/qiita-spots/qiita/issues/3521: Slurm's word beats the exit code
         assert ended[1]["state"] == "OUT_OF_MEMORY", ended
-        assert "200M" in ended[1]["reason"]
+        assert "200 MiB" in ended[1]["reason"]
         assert "--member-mem" in ended[1]["reason"]
 
 
