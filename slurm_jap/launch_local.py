@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import getpass
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from slurm_jap import launch, store
+from slurm_jap import launch, local_srun, store
 from slurm_jap.carried import Carried
 from slurm_jap.coordinator import END_SECONDS, ENGINE_SECONDS, Coordinator
 from slurm_jap.errors import PREFIX, UsageError
@@ -123,6 +124,7 @@ class LocalLauncher:
         cpus = str(self._facts.member_cpus or node.cpus)
         slurm = {
             "ENVIRONMENT": "BATCH",
+            "PATH": f"{self._srun_folder()}{os.pathsep}{outer.get('PATH', os.defpath)}",
             "SLURMD_NODENAME": node.name,
             "SLURM_CPUS_ON_NODE": cpus,
             "SLURM_JOBID": str(job.job_id),
@@ -145,6 +147,17 @@ class LocalLauncher:
         if self._facts.member_cpus is not None:
             slurm["SLURM_CPUS_PER_TASK"] = cpus
         return outer | slurm | dict(environment) | {"CUDA_VISIBLE_DEVICES": ""}
+
+    def _srun_folder(self) -> Path:
+        """A folder with the srun of local members: a real one would look for a job of this number in a cluster."""
+        folder = self._log.parent / "bin"
+        if not folder.exists():
+            folder.mkdir(mode=0o700)
+            program = folder / "srun"
+            command = [sys.executable, "-I", "-S", local_srun.__file__]
+            program.write_text(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, command))} "$@"\n')
+            program.chmod(0o700)
+        return folder
 
 
 def this_node() -> Node:

@@ -126,11 +126,13 @@ def member(seconds: float) -> int:
         answer = wire.recv_json(second)
         print("second", answer["kind"], answer.get("reason", ""), flush=True)
         second.close()
-    readable, _, _ = select.select([control], [], [], seconds)
-    if readable:
-        answer = wire.recv_json(control)
-        print(answer["kind"], answer["reason"], flush=True)
-        return 3
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if select.select([control], [], [], left)[0]:
+            answer = wire.recv_json(control)
+            print(answer["kind"], answer.get("reason", ""), flush=True)
+            if answer["kind"] == "fault":
+                return 3
     return 0
 
 
