@@ -5,22 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
-from slurm_jap import draws, microbatch, profile_cache
+from slurm_jap import draws, microbatch, profile_cache, shipping, trees
 from slurm_jap.errors import EngineFault
 from slurm_jap.measure import Collector, StageReport
 from slurm_jap.profile import Profile
 from slurm_jap.schedule import Kind
 from slurm_jap.shipment import Shipment
-from slurm_jap.stage import BatchResult, MemberStage, StepOrder, to_device
+from slurm_jap.stage import BatchResult, MemberStage, StepOrder
 from slurm_jap.switches import Switches
 
 
@@ -117,7 +118,7 @@ class Backend(Protocol):
         """``model``, ``optimizer`` (by parameter name) or ``after_step`` state, as of the last step asked for."""
 
     def load(self, what: str, state: dict[str, Any]) -> None:
-        """Put ``model`` or ``optimizer`` state back."""
+        """Put ``model``, ``optimizer`` or ``after_step`` state back."""
 
     def close(self) -> None:
         """Forget the member."""
@@ -131,6 +132,7 @@ class LocalBackend:
         self._stage: MemberStage | None = None
         self._metrics: dict[int, Callable[..., Any]] = {}
         self._collector: Collector | None = None
+        self._error: BaseException | None = None
 
     @property
     def _running(self) -> MemberStage:
@@ -138,10 +140,29 @@ class LocalBackend:
             raise EngineFault("the trainer is closed; call prepare again")
         return self._stage
 
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Run the model's code as the engine would: away from the script's generators, switches and gradient mode.
+
+        What it raises ends the training for good, as in the engine: a step half done cannot be taken up again.
+        """
+        if self._error is not None:
+            raise self._error
+        switches = Switches.current()
+        try:
+            with draws.preserved(self._device), torch.inference_mode(False), torch.enable_grad():
+                yield
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            switches.apply(Switches.current())
+
     def start(self, shipment: Shipment, profile: Profile) -> None:
         """See :class:`Backend`."""
         (only,) = shipment.for_stages(1)
-        self._stage = MemberStage(only, self._device, copy=False)
+        with self._apart():
+            self._stage = MemberStage(only, self._device, copy=False)
         self._collector = Collector(profile, 1)
 
     def _note_profile(self, report: StageReport | None) -> None:
@@ -160,9 +181,10 @@ class LocalBackend:
         """See :class:`Backend`."""
         stage = self._running
         pending = Pending(2 if order.apply and stage.settings.clip_norm is not None else 1)
-        with draws.preserved(self._device):
+        with self._apart():
+            targets = trees.as_sent(targets)
             stage.prepare(order, targets)
-            for number, (tree, target) in enumerate(zip(inputs, targets, strict=True)):
+            for number, (tree, target) in enumerate(zip(trees.as_sent(inputs), targets, strict=True)):
                 with stage.timed(Kind.FORWARD):
                     stage.forward(order, number, tree, target)
                 if number == len(inputs) - 1:
@@ -181,26 +203,28 @@ class LocalBackend:
 
     def set_metric(self, number: int, function: Callable[..., Any]) -> None:
         """See :class:`Backend`."""
-        self._metrics = {number: function}
+        self._metrics = {number: shipping.load(*shipping.dump(function, "metric_fn"))}
 
     def evaluate(self, order: EvaluateOrder, switches: Switches, inputs: list[Any], targets: list[Any]) -> Pending:
         """See :class:`Backend`."""
         pending = Pending(1)
         outputs = []
-        with draws.preserved(self._device):
-            for number, (tree, target) in enumerate(zip(inputs, targets, strict=True)):
+        with self._apart():
+            for number, (tree, target) in enumerate(zip(trees.as_sent(inputs), trees.as_sent(targets), strict=True)):
                 output = self._running.evaluate(order.iteration, number, tree, order.modes)
                 outputs.append(answer(output, target, order, number, self._metrics, self._device))
-        pending.put("outputs", outputs)
+        pending.put("outputs", trees.decode(*trees.encode(outputs)))
         return pending
 
     def pull(self, what: str) -> dict[str, Any]:
         """See :class:`Backend`."""
-        return pull_from(self._running, what)
+        with self._apart():
+            return pull_from(self._running, what)
 
     def load(self, what: str, state: dict[str, Any]) -> None:
         """See :class:`Backend`."""
-        load_into(self._running, what, state)
+        with self._apart():
+            load_into(self._running, what, state)
 
     def close(self) -> None:
         """See :class:`Backend`."""
@@ -217,9 +241,11 @@ def answer(
 ) -> Any:
     """What the last stage sends back for one evaluated micro-batch."""
     if order.metric is None:
-        return to_device(output, torch.device("cpu"))
+        return trees.to_device(output, torch.device("cpu"))
+    switches = Switches.current()
     with torch.no_grad():
-        values = metrics[order.metric](output, to_device(target, device))
+        values = metrics[order.metric](output, trees.to_device(target, device))
+    switches.apply(Switches.current())
     return microbatch.metric_sums(values, order.sizes[number])
 
 
@@ -236,8 +262,10 @@ def load_into(stage: MemberStage, what: str, state: dict[str, Any]) -> None:
     """Put one stage's part of a state back."""
     if what == "model":
         stage.load_model_state(state)
-    else:
+    elif what == "optimizer":
         stage.load_optimizer_state(state)
+    else:
+        stage.load_after_step_state(state)
 
 
 def merge_tensors(parts: list[dict[str, Any]]) -> dict[str, Any]:

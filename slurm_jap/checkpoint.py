@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import sys
@@ -11,10 +12,23 @@ from typing import Any
 
 import torch
 
+from slurm_jap.errors import UsageError
 
-def write(path: str, content: dict[str, Any]) -> None:
-    """Write to a new file, flush it to disk, then put it in place of the old one."""
+
+def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write to a new file, flush it to disk, then put it in place of the old one.
+
+    Raises:
+        UsageError: there is no such folder, or the content could not be read back.
+    """
     target = Path(path)
+    if not target.parent.is_dir():
+        raise UsageError(f"save({str(path)!r}): there is no folder {str(target.parent)!r}; create it first")
+    if target.is_dir():
+        raise UsageError(f"save({str(path)!r}): this is a folder; give the name of a file")
+    content = _plain(content)
+    _require_readable(content.get("registered", {}))
+    _remove_left_overs(target, but=os.getpid())
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -33,16 +47,80 @@ def write(path: str, content: dict[str, Any]) -> None:
         os.close(folder)
 
 
-def read(path: str) -> dict[str, Any] | None:
-    """What :func:`write` wrote, or None where there is no file; left-overs of interrupted writes are removed."""
+def read(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What :func:`write` wrote, or None where there is no file; left-overs of interrupted writes are removed.
+
+    Raises:
+        UsageError: the file is something else.
+    """
     target = Path(path)
-    for left in target.parent.glob(f".{target.name}.*.tmp"):
-        with contextlib.suppress(OSError):
-            left.unlink()
+    _remove_left_overs(target, but=os.getpid())
     if not target.exists():
         return None
-    content: dict[str, Any] = torch.load(target, weights_only=True, map_location="cpu")
+    try:
+        content = torch.load(target, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise UsageError(
+            f"resume({str(path)!r}): not a checkpoint that trainer.save wrote ({type(error).__name__}: {error}); give "
+            "another file, or remove it"
+        ) from error
+    if not (isinstance(content, dict) and content.keys() >= _KEYS):
+        raise UsageError(
+            f"resume({str(path)!r}): not a checkpoint that trainer.save wrote; to load a bare state_dict, call "
+            "trainer.load_state_dict(torch.load(...))"
+        )
     return content
+
+
+_KEYS = {"model", "optimizer", "others", "after_step", "registered", "batches", "accumulate", "seed", "draws"}
+
+
+def _remove_left_overs(target: Path, but: int) -> None:
+    """Remove what processes that were killed while writing have left; one that still runs keeps its own."""
+    begin, end = f".{target.name}.", ".tmp"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(target.parent):
+            owner = name[len(begin) : -len(end)]
+            if name.startswith(begin) and name.endswith(end) and owner.isdecimal() and not _writes(int(owner), but):
+                with contextlib.suppress(OSError):
+                    (target.parent / name).unlink()
+
+
+def _writes(owner: int, but: int) -> bool:
+    if owner == but:
+        return False
+    try:
+        os.kill(owner, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """The same with plain numbers in place of numpy's, which ``weights_only`` does not read."""
+    if type(value) is dict:
+        return {key: _plain(v) for key, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(v) for v in value)
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def _require_readable(registered: dict[str, Any]) -> None:
+    for name, state in registered.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(state, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [""]
+            raise UsageError(
+                f"save: the state_dict() of the registered {name} could not be read back with weights_only=True "
+                f"({type(error).__name__}: {reason[0]}); have it hold tensors, numbers, strings, lists and dicts only"
+            ) from error
 
 
 def generator_states() -> dict[str, Any]:

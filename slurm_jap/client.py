@@ -13,23 +13,33 @@ import dataclasses
 import functools
 import math
 import numbers
+import os
 import sys
 import types
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from slurm_jap import blocks as blocks_module
-from slurm_jap import guards, measure, membership, microbatch, shipping, trees
+from slurm_jap import guards, inspection, measure, membership, microbatch, shipping, trees
 from slurm_jap.backend import Backend, EvaluateOrder, LocalBackend, Pending
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
 from slurm_jap.profile import Profile
-from slurm_jap.shipment import OptimizerParts, Shipment, make_shipment, named_parameters, take_apart
+from slurm_jap.shipment import (
+    LOSS_PREFIX,
+    OptimizerParts,
+    Shipment,
+    make_shipment,
+    modules_of,
+    named_buffers,
+    named_parameters,
+    take_apart,
+)
 from slurm_jap.stage import BatchResult, StepOrder
 from slurm_jap.switches import Switches
 
@@ -63,17 +73,21 @@ class StepResult:
         norm: Tensor | None = self._pending.wait().get("norm")
         return norm
 
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: ``step`` has done it."""
+        raise UsageError("backward(): trainer.step(x, target=y) has done backward and optimizer step; leave them out")
+
     def __repr__(self) -> str:
-        return f"StepResult(loss={self.loss.item():.6g})" if self._pending.done else "StepResult(pending)"
+        if not self._pending.done:
+            return "StepResult(pending)"
+        return "StepResult(failed)" if self._pending.failed else f"StepResult(loss={self.loss.item():.6g})"
 
 
 @dataclasses.dataclass(slots=True)
-class _Model:
-    """The model as it was when ``prepare`` took it, until the first batch has told how to take it apart."""
+class _Taken:
+    """What ``prepare`` took, as it was then, until the first batch has told how to take it apart."""
 
-    model: nn.Module
-    blocks: list[blocks_module.Block]
-    loss_fn: Callable[..., Any]
+    whole: inspection.Whole
     after_step: Callable[..., Any] | None
     optimizer: OptimizerParts
 
@@ -83,8 +97,9 @@ class Trainer:
 
     def __init__(
         self,
-        taken: _Model,
+        taken: _Taken,
         user_model: nn.Module,
+        user_loss: Callable[..., Any],
         user_optimizer: torch.optim.Optimizer,
         backend: Backend,
         *,
@@ -95,13 +110,17 @@ class Trainer:
         autocast: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        self._taken: _Model | None = taken
-        self._user_model = user_model
+        self._taken: _Taken | None = taken
+        self._loss: tuple[bytes, list[Tensor]] | None = None
+        """Dump of the loss, until the first step has told what it returns."""
+        self._first_output: Any = None
+        self._deferred: bool | None = None
         self._user_optimizer = user_optimizer
-        self._user_modules = list(user_model.modules())
+        self._user_modules = modules_of(user_model, user_loss)
         self._trainable_of: list[Tensor] = []
-        self._state_names = list(taken.model.state_dict().keys())
-        self._aliases = _state_aliases(taken.model)
+        self._state_names = _State.of(taken.whole.model, "")
+        self._loss_names = _State.of(taken.whole.loss_fn, LOSS_PREFIX)
+        self._after_step_loads = hasattr(taken.after_step, "load_state_dict")
         self._group_sizes = [len(group["params"]) for group in user_optimizer.param_groups]
         self._group_names = taken.optimizer.members
         self._backend = backend
@@ -117,6 +136,8 @@ class Trainer:
         self._closed = False
         self._progress = membership.Progress(accumulate)
         self._registered: dict[str, Any] = {}
+        self._kept_after_step: dict[str, Any] = {}
+        """State of ``after_step`` from a checkpoint, until there is an ``after_step`` to take it."""
 
     def _bind(self, parameters: list[Tensor]) -> None:
         """Take the script's own, now hollow parameters: their ``requires_grad`` is the user's word."""
@@ -146,7 +167,8 @@ class Trainer:
         """
         self._check_open()
         sizes, micro_inputs, micro_targets = self._split(inputs, named_inputs, target)
-        self._open(micro_inputs[0], micro_targets[0], sizes[0])
+        self._open(micro_inputs[0], micro_targets[0], with_loss=True)
+        deferred = self._is_deferred(micro_inputs[0], micro_targets[0], sizes[0])
         self._check_groups()
         while len(self._ahead) >= RUN_AHEAD:
             self._ahead.popleft().wait()
@@ -158,6 +180,7 @@ class Trainer:
             modes=tuple([module.training for module in self._user_modules]),
             trainable=tuple([parameter.requires_grad for parameter in self._trainable_of]),
             groups=guards.group_values(self._user_optimizer),
+            deferred=deferred,
         )
         pending = self._backend.step(order, Switches.current(), micro_inputs, micro_targets)
         self._batches += 1
@@ -172,6 +195,19 @@ class Trainer:
         if not inputs and not named:
             raise UsageError("step(): no inputs; pass what model(...) takes, e.g. trainer.step(x, target=y)")
         parts = [(f"inputs[{i}]", value) for i, value in enumerate(inputs)] + list(named.items())
+        for name, value in [*parts, ("target", target)]:
+            for path, leaf in trees.leaves(value, name):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    raise UsageError(
+                        f"{path} is the result of a computation with gradients, which would not flow back; detach() "
+                        "it, or make what computes it part of the model"
+                    )
+        for kind in {"cpu", "cuda", self._device.type}:
+            if torch.is_autocast_enabled(kind):
+                raise UsageError(
+                    "the trainer was called inside torch.autocast, which does not reach it; leave the with statement "
+                    "out, and give prepare autocast=torch.bfloat16"
+                )
         rows = trees.row_count([*parts, ("target", target)])
         if rows == 0:
             raise UsageError("step(): the batch has 0 rows; skip empty batches, or use drop_last=True")
@@ -186,51 +222,53 @@ class Trainer:
         ]
         return sizes, micro_inputs, [trees.settle(p) for p in trees.split_rows("target", target, sizes)]
 
-    def _open(self, first_inputs: Any, first_target: Any, rows: int, *, with_loss: bool = True) -> None:
+    def _open(self, inputs: Any, target: Any, *, with_loss: bool) -> None:
         """Check and take the model apart on the first batch, and send it to where it is computed."""
         taken = self._taken
         if taken is None:
             return
-        args, kwargs = first_inputs
-        output, profiles = blocks_module.check_and_profile(
-            taken.model, taken.blocks, args, kwargs, self._autocast, self._device
-        )
-        deferred = self._accumulate > 1
-        if with_loss:
-            deferred = self._look_at_loss(taken, output, first_target, rows) or deferred
-        parameters = named_parameters(taken.model, taken.loss_fn)
-        shipment = make_shipment(
-            model=taken.model,
-            blocks=taken.blocks,
-            loss_fn=taken.loss_fn,
-            optimizer=taken.optimizer,
-            after_step=taken.after_step,
-            profiles=profiles,
-            parameters=parameters,
-            buffers=dict(taken.model.named_buffers()),
-            settings={
-                "seed": self._seed,
-                "accumulate": self._accumulate,
-                "clip_norm": None if self._clip_norm is None else self._clip_norm[0],
-                "clip_norm_type": 2.0 if self._clip_norm is None else self._clip_norm[1],
-                "clip_value": self._clip_value,
-                "autocast": self._autocast,
-                "deferred": deferred,
-            },
-        )
-        self._backend.start(shipment, self._estimate(taken, shipment, profiles, parameters, first_inputs))
+        args, kwargs = inputs
+        how = inspection.Pass(args, kwargs, target, with_loss, self._autocast, self._device)
+        whole = taken.whole
+        with inspection.unseen(self._device):
+            expected = inspection.output_of(whole, how)
+            shipment = make_shipment(
+                model=whole.model,
+                blocks=whole.blocks,
+                loss_fn=whole.loss_fn,
+                optimizer=taken.optimizer,
+                after_step=taken.after_step,
+                uses=inspection.uses_of(whole, how),
+                settings={
+                    "seed": self._seed,
+                    "accumulate": self._accumulate,
+                    "clip_norm": None if self._clip_norm is None else self._clip_norm[0],
+                    "clip_norm_type": 2.0 if self._clip_norm is None else self._clip_norm[1],
+                    "clip_value": self._clip_value,
+                    "autocast": self._autocast,
+                    "selfcheck": os.environ.get("JAP_SELFCHECK", "") not in ("", "0"),
+                },
+            )
+            output, passes = inspection.check(whole, shipment.blocks, expected, how)
+        self._backend.start(shipment, self._estimate(taken, shipment, passes, inputs))
         self._taken = None
+        if self._kept_after_step:
+            self._backend.load("after_step", self._kept_after_step)
+            self._kept_after_step = {}
+        self._loss = shipment.blocks[-1].data, shipment.blocks[-1].tensors
+        self._first_output = output if with_loss else None
 
     def _estimate(
         self,
-        taken: _Model,
+        taken: _Taken,
         shipment: Shipment,
         passes: Sequence[blocks_module.Profile],
-        parameters: Mapping[str, Tensor],
         first_inputs: Any,
     ) -> Profile:
         """What the first micro-batch tells the planner."""
-        names = [blocks_module.describe(block) for block in [*taken.blocks, taken.loss_fn]]
+        whole = taken.whole
+        parameters = named_parameters(whole.model, whole.loss_fn)
+        names = [blocks_module.describe(block) for block in [*whole.blocks, whole.loss_fn]]
         settings = (taken.optimizer.kind.__name__, self._autocast, self._accumulate)
         word = measure.signature(shipment.blocks, names, parameters, first_inputs, self._microbatches, settings)
         return measure.estimate(
@@ -245,34 +283,58 @@ class Trainer:
             accumulate=self._accumulate,
         )
 
-    def _look_at_loss(self, taken: _Model, output: Any, target: Any, rows: int) -> bool:
-        """Whether gradients must be divided late; refuses a sum that would be taken for a mean."""
-        with torch.no_grad():
-            result = taken.loss_fn(output, target)
+    def _is_deferred(self, inputs: Any, target: Any, rows: int) -> bool:
+        """Whether gradients are divided late, which the first step decides; refuses a sum taken for a mean."""
+        if self._deferred is None:
+            assert self._loss is not None
+            output = self._first_output
+            if output is None:  # the model was opened by forward or evaluate
+                order = EvaluateOrder(iteration=-1, sizes=(rows,), modes=self._eval_modes(), metric=None)
+                pending = self._backend.evaluate(order, Switches.current(), [inputs], [None])
+                output = pending.wait()["outputs"][0]
+            data, found = self._loss
+            device = self._device
+            with inspection.unseen(device):
+                loss_fn, *_ = shipping.load(data, [t.clone() for t in found])
+                output, target = trees.to_device(trees.as_sent((output, target)), device)
+                several = self._look_at_loss(loss_fn, output, target, rows)
+            self._loss = self._first_output = None
+            self._deferred = self._accumulate > 1 or several
+        return self._deferred
+
+    def _look_at_loss(self, loss_fn: Callable[..., Any], output: Any, target: Any, rows: int) -> bool:
+        """Whether the total over micro-batches is known only in the end."""
+        with blocks_module.autocasting(self._autocast, self._device):
+            result = loss_fn(*trees.cloned((output, target)))
         if isinstance(result, microbatch.Loss):
+            microbatch.check_scalar(result.sum)
             return self._microbatches > 1
         microbatch.check_scalar(result)
-        plain = isinstance(taken.loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or hasattr(taken.loss_fn, "reduction")
-        if rows >= 2 and self._microbatches > 1 and not plain:
-            sizes = [rows - rows // 2, rows // 2]
-            try:
+        if rows < 2 or self._microbatches == 1 or microbatch.says_its_reduction(loss_fn):
+            return False
+        sizes = [rows - rows // 2, rows // 2]
+        try:
+            with blocks_module.autocasting(self._autocast, self._device):
                 kind = microbatch.whole_batch_kind(
-                    taken.loss_fn, output, target, rows, lambda tree: trees.split_rows("output", tree, sizes)
+                    loss_fn, output, target, rows, lambda tree: trees.split_rows("output", tree, sizes)
                 )
-            except UsageError:
-                return False  # what cannot be halved by row cannot be judged here
-            if kind == "sum":
-                raise UsageError(
-                    "loss_fn returns a sum over rows, and a tensor is taken for their mean; return "
-                    "slurm_jap.Loss(sum, count), or the mean"
-                )
-            if kind == "other":
-                warnings.warn(
-                    "jap: loss_fn is not a mean over rows: its value over a batch is not the mean of its "
-                    "micro-batches; use microbatches=1, or return slurm_jap.Loss(sum, count)",
-                    stacklevel=4,
-                )
+        except UsageError:
+            return False  # what cannot be halved by row cannot be judged here
+        if kind == "sum":
+            raise UsageError(
+                "loss_fn returns a sum over rows, and a tensor is taken for their mean; return "
+                "slurm_jap.Loss(sum, count), or the mean"
+            )
+        if kind == "other":
+            warnings.warn(
+                "jap: loss_fn is not a mean over rows: its value over a batch is not the mean of its "
+                "micro-batches; use microbatches=1, or return slurm_jap.Loss(sum, count)",
+                stacklevel=5,
+            )
         return False
+
+    def _eval_modes(self) -> tuple[bool, ...]:
+        return (False,) * len(self._user_modules)
 
     def _check_groups(self) -> None:
         if [len(group["params"]) for group in self._user_optimizer.param_groups] != self._group_sizes:
@@ -314,14 +376,13 @@ class Trainer:
                 )
             *inputs, target = batch
             sizes, micro_inputs, micro_targets = self._split(tuple(inputs), {}, target)
-            self._open(micro_inputs[0], micro_targets[0], sizes[0])
+            self._open(micro_inputs[0], None, with_loss=False)
             if not announced:
                 self._backend.set_metric(self._metrics, metric_fn)
                 announced = True
             while len(waiting) >= 2 * RUN_AHEAD:
                 collect(waiting.popleft())
-            modes = (False,) * len(self._user_modules)
-            waiting.append(self._evaluate(sizes, micro_inputs, micro_targets, modes, self._metrics))
+            waiting.append(self._evaluate(sizes, micro_inputs, micro_targets, self._eval_modes(), self._metrics))
         while waiting:
             collect(waiting.popleft())
         return microbatch.means(totals)
@@ -330,7 +391,7 @@ class Trainer:
         """``model(*inputs)`` without gradients, in the model's current train or eval mode; the output on the CPU."""
         self._check_open()
         sizes, micro_inputs, _ = self._split(inputs, named_inputs, None)
-        self._open(micro_inputs[0], None, sizes[0], with_loss=False)
+        self._open(micro_inputs[0], None, with_loss=False)
         modes = tuple([module.training for module in self._user_modules])
         pending = self._evaluate(sizes, micro_inputs, [None] * len(sizes), modes, None)
         return _join_rows(pending.wait()["outputs"], sizes)
@@ -351,11 +412,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model after the last step asked for, as ``model.state_dict()`` would give it: CPU tensors."""
-        self._check_open()
-        if self._taken is not None:
-            return {k: v.detach().to("cpu", copy=True) for k, v in self._taken.model.state_dict().items()}
-        values = self._backend.pull("model")
-        return {name: values[self._aliases.get(name, name)] for name in self._state_names}
+        return self._state_names.choose(self._values())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with a state of the whole model.
@@ -363,62 +420,103 @@ class Trainer:
         Raises:
             UsageError: a name is missing or unknown, or a shape differs; nothing is changed.
         """
+        self._load_values(self._state_names.places(state, "load_state_dict"))
+
+    def loss_state_dict(self) -> dict[str, Tensor]:
+        """``state_dict()`` of a loss that is a module; empty for a function."""
+        return self._loss_names.choose(self._values())
+
+    def load_loss_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of :meth:`loss_state_dict`.
+
+        Raises:
+            UsageError: as for :meth:`load_state_dict`.
+        """
+        self._load_values(self._loss_names.places(state, "load_loss_state_dict"))
+
+    def _values(self) -> dict[str, Tensor]:
+        """Every parameter and buffer, those that no ``state_dict`` has included."""
         self._check_open()
-        missing = [name for name in self._state_names if name not in state]
-        unknown = [name for name in state if name not in set(self._state_names)]
-        if missing or unknown:
-            raise UsageError(
-                f"load_state_dict: missing {missing[:3]}, unknown {unknown[:3]}; load a state of the same model"
-            )
-        if self._taken is not None:
-            try:
-                self._taken.model.load_state_dict(state)
-            except RuntimeError as error:
-                raise UsageError(f"load_state_dict: {error}") from None
-            return
-        current = self._backend.pull("model")
-        values = {}
-        for name in self._state_names:
-            place = self._aliases.get(name, name)
-            if current[place].shape != state[name].shape:
+        if self._taken is None:
+            return self._backend.pull("model")
+        return {name: _on_host(tensor) for name, tensor in self._untrained().items()}
+
+    def _untrained(self) -> dict[str, Tensor]:
+        assert self._taken is not None
+        whole = self._taken.whole
+        return {**named_parameters(whole.model, whole.loss_fn), **named_buffers(whole.model, whole.loss_fn)}
+
+    def _load_values(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters and buffers by the names under which the stages know them; all or nothing."""
+        self._check_open()
+        current: Mapping[str, Tensor] = self._untrained() if self._taken is not None else self._backend.pull("model")
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                raise UsageError(f"load_state_dict: {name} is a {type(value).__name__}; load a state of tensors")
+            if name not in current or current[name].shape != value.shape:
+                there = tuple(current[name].shape) if name in current else "none"
                 raise UsageError(
-                    f"load_state_dict: {name} has shape {tuple(state[name].shape)}, the model's is "
-                    f"{tuple(current[place].shape)}; load a state of the same model"
+                    f"load_state_dict: {name} has shape {tuple(value.shape)}, the model's is {there}; load a state of "
+                    "the same model"
                 )
-            values[place] = state[name].detach().to("cpu")
-        self._backend.load("model", values)
+        if self._taken is None:
+            self._backend.load("model", {name: value.detach().to("cpu") for name, value in values.items()})
+            return
+        with torch.no_grad():
+            for name, value in values.items():
+                current[name].copy_(value)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's state, indexed as ``optimizer.state_dict()`` of the whole model would be."""
         self._check_open()
-        by_name = self._taken.optimizer.state if self._taken is not None else self._backend.pull("optimizer")
+        state: Mapping[Any, dict[str, Any]] = (
+            self._taken.optimizer.state if self._taken is not None else self._backend.pull("optimizer")
+        )
         numbers_of = {name: i for i, name in enumerate(n for group in self._group_names for n in group)}
         groups = []
-        for values, names in zip(guards.group_values(self._user_optimizer), self._group_names, strict=True):
-            groups.append({**values, "params": [numbers_of[name] for name in names]})
-        state = {numbers_of[name]: values for name, values in by_name.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        for number, (values, names) in enumerate(
+            zip(guards.group_values(self._user_optimizer), self._group_names, strict=True)
+        ):
+            groups.append({**values, **state.get(number, {}), "params": [numbers_of[name] for name in names]})
+        by_number = {numbers_of[name]: values for name, values in state.items() if isinstance(name, str)}
+        return {"state": dict(sorted(by_number.items())), "param_groups": groups}
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`optimizer_state_dict`; also takes ``optimizer.state_dict()`` of the same model alone.
 
         Raises:
-            UsageError: the groups do not match.
+            UsageError: the groups do not match; nothing is changed.
         """
         self._check_open()
         names = [name for group in self._group_names for name in group]
+        if not (isinstance(state, Mapping) and "param_groups" in state and "state" in state):
+            raise UsageError(
+                f"load_optimizer_state_dict: a {type(state).__name__} without 'state' and 'param_groups'; load what "
+                "optimizer_state_dict() gave"
+            )
         saved = [len(group["params"]) for group in state["param_groups"]]
         if saved != self._group_sizes:
             raise UsageError(
                 f"load_optimizer_state_dict: groups of {saved} parameters, the optimizer has {self._group_sizes}; load "
                 "a state of the same optimizer"
             )
-        for group, values in zip(self._user_optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in values.items() if key not in ("params", "param_names")})
-        by_name = {names[number]: dict(values) for number, values in state["state"].items()}
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        by_name: dict[Any, dict[str, Any]] = {
+            name: dict(state["state"][number])
+            for name, number in zip(names, numbers, strict=True)
+            if number in state["state"]
+        }
+        groups = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in state["param_groups"]
+        ]
+        for group, values in zip(self._user_optimizer.param_groups, groups, strict=True):
+            group.update(trees.cloned(values))
         if self._taken is not None:
             self._taken.optimizer.state = by_name
+            self._taken.optimizer.groups = groups
         else:
+            by_name.update(enumerate(groups))
             self._backend.load("optimizer", by_name)
 
     def after_step_state(self) -> dict[str, Any]:
@@ -445,43 +543,92 @@ class Trainer:
                 )
             self._registered[name] = value
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of everything that training needs, whole or not at all.
 
-        ``torch.load(path, weights_only=True)`` reads it without this package: keys ``model``, ``optimizer``,
-        ``registered``, ``batches``, ``evaluations``, ``seed``, ``draws``.
+        ``torch.load(path, weights_only=True)`` reads it without this package: keys ``model``, ``optimizer``, ``others``
+        (parameters and buffers that are in no ``state_dict``, and the loss's), ``after_step``, ``registered``,
+        ``batches``, ``accumulate``, ``evaluations``, ``seed``, ``draws``.
+
+        Raises:
+            UsageError: the folder does not exist; it is not a step boundary; a registered state cannot be read back.
         """
         from slurm_jap import checkpoint
 
+        self._check_open()
+        if self._batches % self._accumulate:
+            raise UsageError(
+                f"save: {self._batches % self._accumulate} of {self._accumulate} batches are accumulated; save after "
+                "the batch that completes a step"
+            )
+        values = self._values()
+        model = self._state_names.choose(values)
         checkpoint.write(
             path,
             {
-                "model": self.state_dict(),
+                "model": model,
                 "optimizer": self.optimizer_state_dict(),
+                "others": {name: value for name, value in values.items() if name not in model},
+                "after_step": self._kept_after_step or self.after_step_state(),
                 "registered": {name: value.state_dict() for name, value in self._registered.items()},
                 "batches": self._batches,
+                "accumulate": self._accumulate,
                 "evaluations": self._evaluations,
                 "seed": self._seed,
                 "draws": checkpoint.generator_states(),
             },
         )
 
-    def resume(self, path: str) -> bool:
-        """Go on from a checkpoint that :meth:`save` wrote; False where there is none yet."""
+    def resume(self, path: str | os.PathLike[str]) -> bool:
+        """Go on from a checkpoint that :meth:`save` wrote; False where there is none yet.
+
+        Raises:
+            UsageError: the checkpoint is of another model, or holds what this script does not register.
+        """
         from slurm_jap import checkpoint
 
+        self._check_open()
         saved = checkpoint.read(path)
         if saved is None:
             return False
-        self.load_state_dict(saved["model"])
+        self._check_resumable(saved, path)
+        self._load_values(self._state_names.places(saved["model"], "resume"))
+        self._load_values(saved["others"])
         self.load_optimizer_state_dict(saved["optimizer"])
+        if saved["after_step"]:
+            if self._taken is not None:
+                self._kept_after_step = saved["after_step"]
+            else:
+                self._backend.load("after_step", saved["after_step"])
         for name, value in self._registered.items():
-            if name in saved["registered"]:
-                value.load_state_dict(saved["registered"][name])
+            value.load_state_dict(saved["registered"][name])
         self._batches, self._evaluations = saved["batches"], saved["evaluations"]
         self._seed = saved["seed"]
         checkpoint.set_generator_states(saved["draws"])
         return True
+
+    def _check_resumable(self, saved: dict[str, Any], path: Any) -> None:
+        here, there = set(self._registered), set(saved["registered"])
+        if here != there:
+            raise UsageError(
+                f"resume({str(path)!r}): the checkpoint covers {sorted(there) or 'nothing'} besides the model, this "
+                f"script registers {sorted(here) or 'nothing'}; call trainer.register(...) with the same before resume"
+            )
+        if saved["accumulate"] != self._accumulate:
+            raise UsageError(
+                f"resume({str(path)!r}): saved with accumulate={saved['accumulate']}, prepare was given "
+                f"accumulate={self._accumulate}; give it the same"
+            )
+        if saved["after_step"] and not self._after_step_loads:
+            raise UsageError(
+                f"resume({str(path)!r}): the checkpoint holds what after_step returned, and after_step has no "
+                "load_state_dict to take it back; make it an object with __call__ and load_state_dict"
+            )
+        if self._taken is None and saved["seed"] != self._seed:
+            raise UsageError(
+                f"resume({str(path)!r}): saved under seed {saved['seed']}, this training began under {self._seed}; "
+                "call resume before the first step"
+            )
 
     # --- end --------------------------------------------------------------------------------------------------------
 
@@ -531,18 +678,42 @@ def _join_rows(outputs: list[Any], sizes: Sequence[int]) -> Any:
     return trees.tree_map(lambda leaf, path: next(values), outputs[0])
 
 
-def _state_aliases(model: nn.Module) -> dict[str, str]:
-    """Names in ``state_dict`` that are another name's tensor -> the name under which the stages know it."""
-    first: dict[int, str] = {id(p): n for n, p in model.named_parameters()}
-    first.update({id(b): n for n, b in model.named_buffers()})
-    names: dict[str, str] = {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        if first[id(tensor)] != name:
-            names[name] = first[id(tensor)]
-    return names
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _State:
+    """Names in a module's ``state_dict`` -> the names under which the stages know the tensors."""
+
+    names: dict[str, str]
+
+    @classmethod
+    def of(cls, module: Any, prefix: str) -> _State:
+        """Of a model (no prefix), or a loss."""
+        if not isinstance(module, nn.Module):
+            return cls({})
+        first: dict[int, str] = {id(p): n for n, p in module.named_parameters()}
+        first.update({id(b): n for n, b in module.named_buffers()})
+        known = {n: id(p) for n, p in module.named_parameters(remove_duplicate=False)}
+        known.update({n: id(b) for n, b in module.named_buffers(remove_duplicate=False)})
+        return cls({name: prefix + first[known[name]] for name in module.state_dict() if name in known})
+
+    def choose(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The ``state_dict`` from all values."""
+        return {name: values[place] for name, place in self.names.items()}
+
+    def places(self, state: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Inverse of ``choose``.
+
+        Raises:
+            UsageError: a name is missing or unknown.
+        """
+        missing = [name for name in self.names if name not in state]
+        unknown = [name for name in state if name not in self.names]
+        if missing or unknown:
+            raise UsageError(f"{what}: missing {missing[:3]}, unknown {unknown[:3]}; load a state of the same model")
+        return {self.names[name]: value for name, value in state.items()}
 
 
 # --- prepare ---------------------------------------------------------------------------------------------------------
@@ -618,9 +789,10 @@ def prepare(
     names = {id(p): name for name, p in named_parameters(model, loss_fn).items()}
     guards.check_ownership(optimizer, names)
     parts = take_apart(optimizer, names)
+    shipping.forget_own_classes()
     data, tensors = shipping.dump((model, found, loss_fn, after_step), "the model, its blocks, loss_fn or after_step")
     own_model, own_blocks, own_loss, own_after = shipping.load(data, tensors)
-    taken = _Model(own_model, own_blocks, own_loss, own_after, parts)
+    taken = _Taken(inspection.Whole(own_model, own_blocks, own_loss), own_after, parts)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     member = membership.current()
     backend: Backend
@@ -633,6 +805,7 @@ def prepare(
     trainer = Trainer(
         taken,
         model,
+        loss_fn,
         optimizer,
         backend,
         microbatches=microbatches,

@@ -379,7 +379,7 @@ class Engine:
     @contextlib.contextmanager
     def _for_member(self, lane: Lane, switches: Switches) -> Any:
         """Run a member's code: with its switches, its output, and its exceptions going back to it alone."""
-        switches.apply(self._switches)
+        switches.apply(Switches.current())  # and not what was set last: a member's code may have changed it
         self._switches = switches
         self.acting = lane
         self._marker.set(lane.index)

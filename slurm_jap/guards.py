@@ -54,6 +54,11 @@ def check_arguments(model: Any, optimizer: Any, loss_fn: Any, blocks: Sequence[A
                 f"prepare: {type(module).__name__} keeps extra state (get_extra_state), which cannot be gathered from "
                 "stages; keep it in buffers"
             )
+    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            "prepare: global module hooks are registered (torch.nn.modules.module.register_module_forward_hook and "
+            "the like), which do not reach the engine; remove them"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("prepare: LBFGS calls the model again and again inside its step; use a first-order optimizer")
     if getattr(model, "_jap_prepared", False) or getattr(optimizer, "_jap_prepared", False):
@@ -107,10 +112,17 @@ class _Instead:
 class _NoState(defaultdict[Any, Any]):
     """Stands where ``optimizer.state`` was."""
 
-    def __missing__(self, key: Any) -> NoReturn:
+    def _refuse(self, *args: Any) -> NoReturn:
         raise UsageError(
             "optimizer.state was handed over to the trainer; call trainer.optimizer_state_dict() for its values"
         )
+
+    __missing__ = __getitem__ = __setitem__ = __iter__ = __contains__ = __len__ = __bool__ = _refuse
+    get = items = keys = values = pop = clear = update = setdefault = _refuse  # type: ignore[assignment]
+    __reduce__ = __reduce_ex__ = __copy__ = __deepcopy__ = _refuse
+
+    def __repr__(self) -> str:
+        return "<handed over to the trainer>"
 
 
 def empty_out(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
@@ -133,11 +145,24 @@ def empty_out(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, 
         "the model was handed over to the trainer and holds no values here; call trainer.forward(...) for its output, "
         "trainer.evaluate(...) for a metric, trainer.step(...) to train"
     )
+    moving = _Instead(
+        "the model was handed over to the trainer; move it or change its dtype (.to, .cuda, .half, ...) before prepare"
+    )
     for home in homes:
         for module in home.modules():
             module.register_forward_pre_hook(instead)
-    model.__dict__["state_dict"] = _pull(trainer, "state_dict")
+            module.__dict__["_apply"] = moving
+            module.__dict__["load_state_dict"] = _Instead(
+                "this module was handed over to the trainer; load the whole model with trainer.load_state_dict(...)"
+            )
+    for name, module in model.named_modules():
+        module.__dict__["state_dict"] = _pull(trainer, "state_dict", part=name)
     model.__dict__["load_state_dict"] = _pull(trainer, "load_state_dict")
+    if learned_loss:
+        for name, module in loss_fn.named_modules():
+            if "state_dict" not in module.__dict__:
+                module.__dict__["state_dict"] = _pull(trainer, "loss_state_dict", part=name)
+        loss_fn.__dict__.setdefault("load_state_dict", _pull(trainer, "load_loss_state_dict"))
     model.__dict__["_jap_prepared"] = True
     optimizer.__dict__["_jap_prepared"] = True
     optimizer.__dict__["state_dict"] = _pull(trainer, "optimizer_state_dict")
@@ -161,9 +186,20 @@ def _hollow(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _pull(trainer: Trainer, method: str) -> Callable[..., Any]:
+def _pull(trainer: Trainer, method: str, part: str = "") -> Callable[..., Any]:
+    """A method that asks the trainer instead; ``part``: of one module within the model only."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(trainer, method)(*args)
+        unknown = sorted(kwargs.keys() - {"strict"}) if kwargs.get("strict", True) else ["strict=False"]
+        if unknown:
+            raise UsageError(
+                f"{method}({unknown[0]}): the model was handed over to the trainer, whose {method}() knows no such "
+                f"argument; call trainer.{method}() and change what it gives"
+            )
+        result = getattr(trainer, method)(*args)
+        if not part:
+            return result
+        return {name[len(part) + 1 :]: value for name, value in result.items() if name.startswith(part + ".")}
 
     return call
 

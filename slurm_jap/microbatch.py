@@ -1,7 +1,8 @@
 """The loss of a batch from the losses of its micro-batches, each row weighing what it weighs in the whole batch.
 
 A loss function returns either a 0-d tensor, understood as the mean over the rows it was given, or ``Loss(sum, count)``.
-torch's own ``CrossEntropyLoss`` and ``NLLLoss`` say more (``reduction``, ``ignore_index``, ``weight``), and it is used.
+torch's own cross entropy and negative log-likelihood, as modules, functions or partial functions, say more
+(``reduction``, ``ignore_index``, ``weight``), and it is used.
 
 Where the total weight is known before the first backward, each micro-batch's loss is multiplied by its share. Where it
 is not (``Loss`` of several micro-batches, or accumulated batches), sums are differentiated and the gradients are
@@ -11,6 +12,7 @@ divided by the total just before they are clipped: ``deferred``. Either way the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,20 +39,52 @@ class LossTotals:
     """Running sums over the micro-batches of one batch, on the last stage."""
 
     weighted: Tensor | None = None
-    count: float = 0.0
+    count: float | None = None
+    """What the sum is to be divided by; None: it is the loss."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, value: Tensor, count: float, metrics: Mapping[str, Tensor | float]) -> None:
+    def add(self, value: Tensor, count: float | None, metrics: Mapping[str, Tensor | float]) -> None:
         """Add one micro-batch's detached contribution, in ascending order."""
         self.weighted = value if self.weighted is None else self.weighted + value
-        self.count += count
+        if count is not None:
+            self.count = (self.count or 0.0) + count
         for name, number in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + float(number)
+
+    def means(self) -> dict[str, float]:
+        """The metrics divided by the count."""
+        return means({name: (total, self.count or 0.0) for name, total in self.metrics.items()})
+
+
+def _keywords(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function and the keywords that ``functools.partial`` gave it, the outermost winning."""
+    keywords: dict[str, Any] = {}
+    while isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        keywords = {**loss_fn.keywords, **keywords}
+        loss_fn = loss_fn.func
+    return loss_fn, keywords
 
 
 def reduction_of(loss_fn: Callable[..., Any]) -> str:
     """``mean`` or ``sum``: what the tensor that ``loss_fn`` returns is over the rows it is given."""
-    return "sum" if getattr(loss_fn, "reduction", "mean") == "sum" else "mean"
+    function, keywords = _keywords(loss_fn)
+    return "sum" if keywords.get("reduction", getattr(function, "reduction", "mean")) == "sum" else "mean"
+
+
+def says_its_reduction(loss_fn: Callable[..., Any]) -> bool:
+    """Whether ``reduction_of`` knows rather than assumes."""
+    function, keywords = _keywords(loss_fn)
+    return "reduction" in keywords or hasattr(function, "reduction") or _class_loss(loss_fn) is not None
+
+
+def _class_loss(loss_fn: Callable[..., Any]) -> tuple[int, Tensor | None] | None:
+    """``ignore_index`` and ``weight``, where the loss is torch's cross entropy or negative log-likelihood."""
+    function, keywords = _keywords(loss_fn)
+    if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) and not keywords:
+        return function.ignore_index, function.weight
+    if function in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        return keywords.get("ignore_index", -100), keywords.get("weight")
+    return None
 
 
 def item_counts(loss_fn: Callable[..., Any], targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
@@ -60,14 +94,11 @@ def item_counts(loss_fn: Callable[..., Any], targets: Sequence[Any], sizes: Sequ
         targets: one tree per micro-batch.
         sizes: rows of each micro-batch.
     """
-    if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) and all(
-        isinstance(t, Tensor) and not t.is_floating_point() for t in targets
-    ):
-        counts = []
-        for target in targets:
-            kept = target[target != loss_fn.ignore_index]
-            counts.append(float(kept.numel() if loss_fn.weight is None else loss_fn.weight[kept].sum()))
-        return counts
+    known = _class_loss(loss_fn)
+    if known is not None and all(isinstance(t, Tensor) and not t.is_floating_point() for t in targets):
+        ignored, weight = known
+        kept = [target[target != ignored] for target in targets]
+        return [float(k.numel() if weight is None else weight[k.to(weight.device)].sum()) for k in kept]
     return [float(size) for size in sizes]
 
 

@@ -25,8 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from slurm_jap import membership, shipping, transport, trees, wire
 from slurm_jap.backend import EvaluateOrder, Pending, merge_tensors
 from slurm_jap.errors import EngineFault, RemoteError, UsageError
@@ -202,7 +200,10 @@ class RemoteBackend:
     def _forget_if_passive(self, serial: int) -> None:
         """What changed no state need not be asked again. Needs the lock."""
         entry = next((e for e in self._log if e.serial == serial), None)
-        if entry is not None and entry.message[0] in ("evaluate", "pull", "snapshot"):
+        if entry is None:
+            return
+        kind = entry.message[0]
+        if kind in ("pull", "snapshot") or (kind == "evaluate" and not any(entry.message[2].modes)):
             self._log.remove(entry)
 
     def _lose(self, reason: str) -> None:
@@ -316,15 +317,15 @@ class RemoteBackend:
     ) -> Pending:
         """Inputs to the first stage, targets to the last, the order to all. The caller may change its batch at once."""
         by_stage: list[Any] = [(None, None)] * self._stages
-        by_stage[0] = (_own(inputs), None)
-        by_stage[-1] = (by_stage[-1][0], _own(targets))
+        by_stage[0] = (trees.cloned(inputs), None)
+        by_stage[-1] = (by_stage[-1][0], trees.cloned(targets))
         return self._ask(parts, kind, arguments, by_stage, range(self._stages))
 
     def set_metric(self, number: int, function: Callable[..., Any]) -> None:
         """See ``backend.Backend``."""
         data, found = shipping.dump(function, "metric_fn")
         by_stage: list[Any] = [None] * self._stages
-        by_stage[-1] = (_own(found), None)
+        by_stage[-1] = (trees.cloned(found), None)
         with self._lock:  # every evaluation by an earlier one has been answered
             self._log = [entry for entry in self._log if entry.message[0] != "metric"]
         self._ask(0, "metric", (number, data), by_stage, [self._stages - 1])
@@ -375,11 +376,6 @@ class RemoteBackend:
         self._hub.stop()
         self._control.close()
         self._fail(EngineFault("the trainer is closed; call prepare again"))
-
-
-def _own(tree: Any) -> Any:
-    """The tree with tensors that only we hold."""
-    return trees.tree_map(lambda leaf, _: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _revive(stage: int, text: str, pickled: bytes) -> BaseException:

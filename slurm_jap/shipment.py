@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from slurm_jap import shipping, trees
-from slurm_jap.blocks import Block, Profile
+from slurm_jap.blocks import Block
 from slurm_jap.cut import cut
 from slurm_jap.errors import UsageError
 
-LOSS_PREFIX = "loss_fn."
+LOSS_PREFIX = "loss_fn()."
+"""Before the names of the loss's own parameters and buffers; no name in a model can begin so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,8 @@ class Settings:
     clip_norm_type: float
     clip_value: float | None
     autocast: torch.dtype | None
-    deferred: bool
-    """Gradients are divided by the batch's total just before the step (see ``microbatch``)."""
+    selfcheck: bool
+    """Whether the first step is run twice (see ``selfcheck``)."""
     parameter_order: tuple[str, ...]
     """Every parameter in the model's own order: the order in which norms are gathered."""
     tied: tuple[str, ...]
@@ -70,6 +71,8 @@ class StageShipment:
     """Dump of ``(function, what it returned last)``."""
     loss_block: int
     """Number of the loss's block."""
+    given: list[dict[str, Any]] | None = None
+    """What the script last said of the groups' values, where the optimizer has gone on since."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,13 +158,33 @@ def take_apart(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Optim
             continue
         if callable(value) and getattr(value, "__wrapped__", None) is not None:
             continue  # a scheduler's or profiler's wrapper around a method of the instance
+        _refuse_parameters_in(value, f"{type(optimizer).__name__}.{key}", names)
         instance[key] = value
     groups, members = [], []
     for group in optimizer.param_groups:
         groups.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
         members.append([names[id(parameter)] for parameter in group["params"]])
+    unknown = [key for key in optimizer.state if id(key) not in names]
+    if unknown:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({unknown[0]!r}), which cannot be "
+            "cut into stages; use an optimizer that treats each parameter by itself"
+        )
     state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
     return OptimizerParts(type(optimizer), instance, groups, members, state)
+
+
+def _refuse_parameters_in(value: Any, what: str, names: dict[int, str]) -> None:
+    def look(tensor: Tensor) -> bool:
+        if id(tensor) in names:
+            raise UsageError(
+                f"{what} holds parameter {names[id(tensor)]!r} outside the optimizer's groups, so the optimizer cannot "
+                "be cut into stages; use one that treats each parameter by itself, without another optimizer inside"
+            )
+        return True
+
+    if not isinstance(value, (bool, int, float, str, type(None))):
+        shipping.dump(value, what, look)
 
 
 def make_shipment(
@@ -171,25 +194,22 @@ def make_shipment(
     loss_fn: Callable[..., Any],
     optimizer: OptimizerParts,
     after_step: Callable[..., Any] | None,
-    profiles: Sequence[Profile],
-    parameters: dict[str, nn.Parameter],
-    buffers: dict[str, Tensor],
+    uses: Sequence[set[str]],
     settings: dict[str, Any],
 ) -> Shipment:
-    """Dump every block of a checked model.
+    """Dump every block of a model, and its loss as the last one. What a block costs is noted later.
 
     Args:
-        parameters: every parameter of model and loss, by name, in the model's order.
-        buffers: every buffer of the model, by name.
+        uses: for each block, and last the loss, names of what it uses beyond what its own modules hold.
         settings: fields of :class:`Settings` but for the order and the ties, which follow from the blocks.
 
     Raises:
         UsageError: something cannot be pickled; the message names the block.
     """
-    numbers = {id(module): number for number, module in enumerate(model.modules())}
-    parameter_names = {id(p): name for name, p in parameters.items()}
-    buffer_names = {id(b): name for name, b in buffers.items()}
-    registered = set(parameter_names) | set(buffer_names)
+    parameters, buffers = named_parameters(model, loss_fn), named_buffers(model, loss_fn)
+    all_modules = modules_of(model, loss_fn)
+    numbers = {id(module): number for number, module in enumerate(all_modules)}
+    registered = {id(tensor) for tensor in [*parameters.values(), *buffers.values()]}
 
     shipped: list[BlockShipment] = []
     owners: dict[str, int] = {}
@@ -197,28 +217,33 @@ def make_shipment(
     users: dict[str, int] = {}
     everything: list[Any] = [*blocks, loss_fn]
     for number, block in enumerate(everything):
-        cost = profiles[number].cost if number < len(blocks) else 0.0
+        inside: set[int] = set()
+        modules = [(numbers[id(m)], m) for m in modules_of(block, None) if id(m) in numbers]
         if isinstance(block, nn.Module):
             inside = {id(p) for p in block.parameters()} | {id(b) for b in block.buffers()}
-            modules = [(numbers[id(m)], m) for m in block.modules() if id(m) in numbers]
-        else:
-            inside = set(profiles[number].touched) if number < len(blocks) else set()
-            modules = [(n, m) for n, m in enumerate(model.modules())] if number < len(blocks) else []
-        mine = {name: p for name, p in parameters.items() if id(p) in inside}
-        mine_buffers = {name: b for name, b in buffers.items() if id(b) in inside}
+        mine = {name: p for name, p in parameters.items() if id(p) in inside or name in uses[number]}
+        mine_buffers = {name: b for name, b in buffers.items() if id(b) in inside or name in uses[number]}
         for name in mine:
             owners.setdefault(name, number)
             users[name] = users.get(name, 0) + 1
         for name in mine_buffers:
             buffer_owners.setdefault(name, number)
         what = f"block {number} ({type(block).__name__})" if number < len(blocks) else "loss_fn"
-        keep = inside
+        keep = {id(tensor) for tensor in [*mine.values(), *mine_buffers.values()]}
+        beyond: set[int] = set()
 
-        def untouched(tensor: Tensor, keep: set[int] = keep) -> bool:
-            return id(tensor) in registered and id(tensor) not in keep
+        def untouched(tensor: Tensor, keep: set[int] = keep, beyond: set[int] = beyond) -> bool:
+            if id(tensor) in registered and id(tensor) not in keep:
+                beyond.add(id(tensor))
+                return True
+            return False
 
         data, found = shipping.dump((block, modules, mine, mine_buffers), what, untouched)
-        shipped.append(BlockShipment(number, data, [trees.settled(t) for t in found], cost, tuple(mine)))
+        if beyond or (uses[number] and not isinstance(block, nn.Module)):
+            # It holds modules that are not its own, whose modes it may ask for.
+            modules = list(enumerate(all_modules))
+            data, found = shipping.dump((block, modules, mine, mine_buffers), what, untouched)
+        shipped.append(BlockShipment(number, data, [trees.settled(t) for t in found], 0.0, tuple(mine)))
     _adopt_orphans(shipped, parameters, buffers, owners, buffer_owners)
     return Shipment(
         settings=Settings(
@@ -257,8 +282,26 @@ def _adopt_orphans(
         buffer_owners[name] = first.number
 
 
+def modules_of(model: Any, loss_fn: Any) -> list[nn.Module]:
+    """Every module of the model, then those of the loss alone, in order: the numbers by which stages know them."""
+    found: dict[int, nn.Module] = {}
+    for home in (model, loss_fn):
+        if isinstance(home, nn.Module):
+            found.update({id(m): m for m in home.modules() if id(m) not in found})
+    return list(found.values())
+
+
+def named_buffers(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
+    """Every buffer of the model, then of the loss, each once."""
+    found: dict[str, Tensor] = dict(model.named_buffers())
+    if isinstance(loss_fn, nn.Module):
+        seen = {id(b) for b in found.values()}
+        found.update({LOSS_PREFIX + n: b for n, b in loss_fn.named_buffers() if id(b) not in seen})
+    return found
+
+
 def named_parameters(model: nn.Module, loss_fn: Any) -> dict[str, nn.Parameter]:
-    """Every parameter of the model, then of the loss (``loss_fn.`` before its name), each once.
+    """Every parameter of the model, then of the loss (``LOSS_PREFIX`` before its name), each once.
 
     Raises:
         UsageError: a parameter is not initialised, or carries a hook that would be lost.

@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from slurm_jap.errors import UsageError
 
@@ -78,29 +79,50 @@ def _by_value() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _Tracker:
-    """cloudpickle's memory of which classes went by value, one for what is sent and one for what is received.
-
-    With the single memory that cloudpickle keeps per process, loading here what was dumped here would find the user's
-    own classes and overwrite their methods; in the engine there is nothing to find. Apart, both behave alike.
-    """
+class _Known:
+    """Classes that went by value, and the ids by which other processes know them."""
 
     def __init__(self) -> None:
-        self._by_class: Any = weakref.WeakKeyDictionary()
-        self._by_id: Any = weakref.WeakValueDictionary()
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        saved = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
-        _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS = self._by_class
-        _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = self._by_id
-        try:
-            yield
-        finally:
-            _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = saved
+        self.by_class: Any = weakref.WeakKeyDictionary()
+        self.by_id: Any = weakref.WeakValueDictionary()
 
 
-_sent, _received = _Tracker(), _Tracker()
+_references: Any = weakref.WeakKeyDictionary()
+"""Class -> its id and dump, for trees."""
+_own, _loaded = _Known(), _Known()
+"""The script's classes, and those that came out of a pickle (of this process or another). Both have the same ids.
+
+With the single memory that cloudpickle keeps per process, loading here what was dumped here would find the script's own
+classes; in the engine there is nothing to find. Apart, a model alone is as far from the script as one in the engine.
+"""
+
+
+def forget_own_classes() -> None:
+    """Give the script's classes new ids: what is dumped from now on has them as they are now."""
+    _own.by_class.clear()
+    _own.by_id.clear()
+    _references.clear()
+
+
+class _Both:
+    """What ``dump`` consults: a class that was loaded keeps its id, any other is one of our own."""
+
+    def get(self, key: Any) -> Any:
+        return _loaded.by_class.get(key) or _own.by_class.get(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _own.by_class[key] = value
+
+
+@contextlib.contextmanager
+def _tracking(by_class: Any, by_id: Any) -> Iterator[None]:
+    saved = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS = by_class
+    _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = by_id
+    try:
+        yield
+    finally:
+        _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = saved
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -113,14 +135,48 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._place(obj)
         return None
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and "parametrizations" in obj._modules:
+            # torch gives such a module a class of its own, which refuses to be pickled.
+            tensors = tuple(obj._modules["parametrizations"]._modules)  # type: ignore[union-attr]
+            return _parametrized, (type(obj).__bases__[0], tensors), obj.__dict__.copy()
+        return super().reducer_override(obj)
+
+
+def _parametrized(kind: type[nn.Module], tensors: tuple[str, ...]) -> nn.Module:
+    """An empty module of a class such as ``torch.nn.utils.parametrize`` would have given it."""
+    module: nn.Module = kind.__new__(kind)
+    module.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    parametrize._inject_new_class(module)
+    for name in tensors:
+        parametrize._inject_property(module, name)
+    return module
+
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, fetch: Callable[[Any], Tensor]) -> None:
         super().__init__(file)
         self._fetch = fetch
+        self._known_before: set[type] = set()
 
     def persistent_load(self, pid: Any) -> Tensor:
         return self._fetch(pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        # A class that is known already stays as it is: it must not change under those who use it.
+        found = super().find_class(module, name)
+        if module == _cloudpickle.__name__ and name in ("_make_skeleton_class", "_make_skeleton_enum"):
+            return functools.partial(self._make_class, found)
+        if module == _cloudpickle.__name__ and name == "_class_setstate":
+            return lambda kind, state: kind if kind in self._known_before else found(kind, state)
+        return found
+
+    def _make_class(self, make: Callable[..., type], *args: Any) -> type:
+        known: type | None = _loaded.by_id.get(args[-2])  # (..., class_tracker_id, extra)
+        if known is None:
+            return make(*args)
+        self._known_before.add(known)
+        return known
 
 
 def dump(obj: Any, what: str, meta: Callable[[Tensor], bool] = lambda tensor: False) -> tuple[bytes, list[Tensor]]:
@@ -152,8 +208,10 @@ def dump(obj: Any, what: str, meta: Callable[[Tensor], bool] = lambda tensor: Fa
 
     file = io.BytesIO()
     try:
-        with _by_value(), _sent.active():
+        with _by_value(), _tracking(_Both(), _own.by_id):
             _Pickler(file, place).dump(obj)
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(
             f"{what} cannot be sent to the engine: {type(error).__name__}: {error}; keep open files, locks, "
@@ -187,5 +245,57 @@ def load(data: bytes, found: Sequence[Tensor], device: torch.device | None = Non
             made[number] = tensor
         return tensor
 
-    with _received.active():
+    with _tracking(_loaded.by_class, _loaded.by_id):
         return _Unpickler(io.BytesIO(data), fetch).load()
+
+
+# --- classes in trees -------------------------------------------------------------------------------------------------
+
+
+def class_reference(kind: type) -> tuple[str, bytes] | None:
+    """The id and the dump of a class that no other process can import, or must not; None where it can.
+
+    It is dumped once per process.
+    """
+    if kind.__module__ == "builtins":
+        return None
+    if kind not in _references:
+        _references[kind] = _make_reference(kind)
+    reference: tuple[str, bytes] | None = _references[kind]
+    return reference
+
+
+def _make_reference(kind: type) -> tuple[str, bytes] | None:
+    if is_importable(kind):
+        return None
+    data = pickle.dumps(dump(kind, f"class {kind.__qualname__}"))
+    with _tracking(_Both(), _own.by_id):
+        number: str = _cloudpickle._get_or_create_tracker_id(kind)
+    return number, data
+
+
+def is_importable(obj: Any) -> bool:
+    """Whether a class or function is found by its name in a module that does not travel by value."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or travels_by_value(module):
+        return False
+    found: Any = module
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def class_of(reference: tuple[str, bytes], *, inside: bool) -> type:
+    """Inverse of :func:`class_reference`.
+
+    Args:
+        inside: whether for the model's code; else the script's own class is preferred.
+    """
+    number, data = reference
+    known: type | None = None if inside else _own.by_id.get(number)
+    if known is None:
+        known = _loaded.by_id.get(number)
+    if known is None:
+        known = load(*pickle.loads(data))
+    assert known is not None
+    return known

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _foreach_utils
 
 from slurm_jap import draws, microbatch, shipping, trees
 from slurm_jap.blocks import autocasting, call_block
@@ -29,6 +30,7 @@ from slurm_jap.errors import UsageError
 from slurm_jap.measure import Measurement, StageReport
 from slurm_jap.schedule import Kind
 from slurm_jap.shipment import OptimizerParts, StageShipment, take_apart
+from slurm_jap.switches import Switches
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +74,9 @@ class StepOrder:
     trainable: tuple[bool, ...]
     """``requires_grad`` of every parameter, in order."""
     groups: list[dict[str, Any]]
-    """Values of the optimizer's groups."""
+    """Values of the optimizer's groups, as the script has them."""
+    deferred: bool
+    """Gradients are sums, to be divided by the total count just before the step (see ``microbatch``)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -218,6 +222,7 @@ class MemberStage:
                     self._buffer_homes[name] = homes[id(buffer)]
         self._tied_elsewhere = [name for name in self._copies if name not in self.parameters]
         self._order = {name: place for place, name in enumerate(self.settings.parameter_order)}
+        self._given = shipment.given
         self._optimizer, self._group_numbers = self._build_optimizer(*shipment.optimizer)
         self._after_step: Callable[..., Any] | None = None
         self.after_step_result: Any = None
@@ -228,7 +233,8 @@ class MemberStage:
         self._trainable: tuple[bool, ...] | None = None
         self._totals = microbatch.LossTotals()
         self._counts: list[float] = []
-        self._divisor = 0.0
+        self._deferred = False
+        self._divisor: float | None = None
         self._finish: Finish | None = None
         self._measurement: Measurement | None = Measurement(device)
         """None once this stage's blocks have been measured."""
@@ -238,6 +244,8 @@ class MemberStage:
     def _build_optimizer(self, data: bytes, found: list[Tensor]) -> tuple[torch.optim.Optimizer | None, list[int]]:
         kind, instance, values, members, state = shipping.load(data, [t.clone() for t in found])
         self._group_count = len(values)
+        if self._given is None:
+            self._given = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in value.items()} for value in values]
         groups, numbers = [], []
         for number, (value, names) in enumerate(zip(values, members, strict=True)):
             if names:
@@ -274,6 +282,7 @@ class MemberStage:
     def prepare(self, order: StepOrder, targets: Sequence[Any] | None) -> None:
         """Take up a new batch: modes, trainability and, on the last stage, the weight of every micro-batch."""
         self._set_modes(order.modes)
+        self._deferred = order.deferred
         if order.trainable != self._trainable:
             for block in self._everything:
                 for name, parameter in block.parameters.items():
@@ -308,24 +317,26 @@ class MemberStage:
             The tree for the next stage; None on the last.
         """
         inputs = _Inputs()
-        value = to_device(tree, self.device)
+        value = trees.to_device(tree, self.device)
         if not self.first:
             value = inputs.enter(value)
         value = self._run_blocks(value, order.iteration, number, draws.FORWARD)
         if not self.last:
             self._held[number] = _Held(inputs, [t if t.requires_grad else None for t in trees.tensors(value)])
             return trees.tree_map(lambda leaf, _: _departing(leaf), value)
-        scalar = self._forward_loss(order, number, value, to_device(target, self.device))
+        scalar = self._forward_loss(order, number, value, trees.to_device(target, self.device))
         self._held[number] = _Held(inputs, [scalar if scalar.requires_grad else None])
         return None
 
     def _run_blocks(self, value: Any, iteration: int, number: int, direction: int) -> Any:
         grad = direction == draws.FORWARD
+        switches = Switches.current()
         for block in self._blocks:
             before = {id(t): t.grad_fn for t in trees.tensors(value)} if grad else {}
             draws.reseed(draws.key(self.settings.seed, iteration, number, block.number, direction), self.device)
             with self._timing(block, grad), autocasting(self.settings.autocast, self.device):
                 value = call_block(block.call, block.number, value)
+            switches.apply(Switches.current())
             value = trees.settle(value)
             if grad:
                 if self._measurement is not None:
@@ -360,42 +371,45 @@ class MemberStage:
         draws.reseed(
             draws.key(self.settings.seed, order.iteration, number, self._loss_block, draws.FORWARD), self.device
         )
+        switches = Switches.current()
         with self._timing(self._everything[-1], True), autocasting(self.settings.autocast, self.device):
             result = self._loss(output, target)
+        switches.apply(Switches.current())
         only = len(order.sizes) == 1
         if isinstance(result, microbatch.Loss):
-            if not self.settings.deferred and not (only and self.settings.accumulate == 1):
+            if not (self._deferred or (only and self.settings.accumulate == 1)):
                 raise UsageError(
                     "loss_fn returned a Loss here and a tensor on the first micro-batch; return the same kind always"
                 )
             total = microbatch.check_scalar(result.sum)
             count = float(result.count)
             self._totals.add(total.detach(), count, result.metrics)
-            return total if self.settings.deferred else total / count
+            return total if self._deferred else total / count
         mean = microbatch.check_scalar(result)
         if microbatch.reduction_of(self._loss) == "sum":
-            self._totals.add(mean.detach(), 0.0, {})
+            self._totals.add(mean.detach(), None, {})
             return mean
-        count = self._counts[number]
-        if count == 0.0:  # every item ignored: the mean is 0/0, its share of the whole batch is nothing
+        count, batch = self._counts[number], sum(self._counts)
+        if count == 0.0 and (self._deferred or batch):
+            # Every item is ignored: the mean is 0/0, but its share of the whole batch is nothing.
             mean = sum(
                 (t.sum() * 0.0 for t in trees.tensors(output) if t.is_floating_point()), start=mean.new_zeros(())
             )
-        if self.settings.deferred:
+        if self._deferred:
             self._totals.add(mean.detach() * count, count, {})
             return mean * count
-        share = count / sum(self._counts) if sum(self._counts) else 1.0
-        self._totals.add(mean.detach() if share == 1.0 else mean.detach() * share, 0.0, {})
+        share = count / batch if batch else 1.0
+        self._totals.add(mean.detach() if share == 1.0 else mean.detach() * share, None, {})
         return mean if share == 1.0 else mean * share
 
     def result(self) -> BatchResult:
         """Loss and metrics of the batch whose last forward has just run; last stage only."""
         totals = self._totals
         assert totals.weighted is not None
-        loss = totals.weighted if totals.count == 0.0 else totals.weighted / totals.count
-        metrics = {name: value / totals.count for name, value in totals.metrics.items() if totals.count}
-        self._divisor += totals.count
-        return BatchResult(loss.to("cpu"), metrics)
+        loss = totals.weighted if totals.count is None else totals.weighted / totals.count
+        if totals.count is not None:
+            self._divisor = (self._divisor or 0.0) + totals.count
+        return BatchResult(loss.to("cpu"), totals.means())
 
     def backward(self, order: StepOrder, number: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Run micro-batch ``number`` backward.
@@ -438,7 +452,7 @@ class MemberStage:
     def must_agree(self) -> bool:
         """Whether ``finish`` and ``commit`` need what other stages say."""
         s = self.settings
-        return self.stages > 1 and (s.clip_norm is not None or s.deferred or bool(s.tied))
+        return self.stages > 1 and (s.clip_norm is not None or self._deferred or bool(s.tied))
 
     def finish(self, later: Finish | None) -> Finish:
         """Settle this stage's gradients.
@@ -448,17 +462,17 @@ class MemberStage:
         """
         with torch.no_grad():
             out = Finish()
-            if self.settings.deferred:
+            if self._deferred:
                 out.divisor = self._divisor if self.last else (later.divisor if later else None)
             self._sum_tied(later, out)
             gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
-            if out.divisor:
+            if out.divisor is not None:
                 for grad in gradients.values():
                     grad.div_(out.divisor)
             if self.settings.clip_norm is not None:
                 out.norms = dict(later.norms) if later else {}
                 out.norms.update(_norms(gradients, self.settings.clip_norm_type, self.device))
-        self._divisor = 0.0
+        self._divisor = None
         self._finish = out
         return out
 
@@ -503,8 +517,7 @@ class MemberStage:
                 for grad in gradients:
                     grad.clamp_(-s.clip_value, s.clip_value)
         if self._optimizer is not None:
-            for group, number in zip(self._optimizer.param_groups, self._group_numbers, strict=True):
-                group.update(order.groups[number])
+            self._take_values(self._optimizer, order.groups)
             self._optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -513,6 +526,16 @@ class MemberStage:
                 self.after_step_result = self._after_step(dict(self.parameters), order.step)
             self._refresh_copies(out)
         return out
+
+    def _take_values(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Take over what the script has changed; what the optimizer itself changes in its groups stays."""
+        assert self._given is not None
+        for group, number in zip(optimizer.param_groups, self._group_numbers, strict=True):
+            before = self._given[number]
+            for key, value in groups[number].items():
+                if key not in before or not _same_value(before[key], value):
+                    group[key] = value.clone() if isinstance(value, Tensor) else value
+        self._given = groups
 
     def _refresh_copies(self, out: Commit) -> None:
         for name in self.settings.tied:
@@ -553,7 +576,7 @@ class MemberStage:
     def evaluate(self, iteration: int, number: int, tree: Any, modes: tuple[bool, ...]) -> Any:
         """Run one micro-batch forward without gradients, in the given modes; the output tree."""
         self._set_modes(modes)
-        return self._run_blocks(to_device(tree, self.device), iteration, number, draws.EVALUATION)
+        return self._run_blocks(trees.to_device(tree, self.device), iteration, number, draws.EVALUATION)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -571,21 +594,23 @@ class MemberStage:
     def after_step_state(self) -> dict[str, Any]:
         """What ``after_step`` returned last, tensors copied to the host."""
         result = self.after_step_result
-        if not isinstance(result, dict):
-            return {}
-        return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in result.items()}
+        return _on_host(result) if isinstance(result, dict) else {}
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Host copies of the optimizer's state, by parameter name."""
+    def optimizer_state(self) -> dict[Any, dict[str, Any]]:
+        """Host copies of the optimizer's state by parameter name, and of what it changed in groups by their number."""
         if self._optimizer is None:
             return {}
         names = {id(p): name for name, p in self.parameters.items()}
-        return {
-            names[id(p)]: {
-                k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in values.items()
-            }
-            for p, values in self._optimizer.state.items()
+        state: dict[Any, dict[str, Any]] = {
+            names[id(p)]: _on_host(values) for p, values in self._optimizer.state.items()
         }
+        assert self._given is not None
+        for group, number in zip(self._optimizer.param_groups, self._group_numbers, strict=True):
+            given = self._given[number]
+            own = {k: v for k, v in group.items() if k in given and not _same_value(v, given[k])}
+            if own:
+                state[number] = _on_host(own)
+        return state
 
     def snapshot(self) -> StageShipment:
         """All of this stage between two steps, on the host: put on a device again, it goes on where this one was."""
@@ -604,6 +629,7 @@ class MemberStage:
             self._shipment,
             blocks=blocks,
             optimizer=on_host(self._optimizer_parts().dump(set(self.parameters))),
+            given=self._given,
             after_step=None
             if self._after_step is None
             else on_host(shipping.dump((self._after_step, self.after_step_result), "after_step")),
@@ -636,21 +662,39 @@ class MemberStage:
                     if live is not None:
                         live.copy_(state[name])
 
-    def load_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
-        """Replace the optimizer's state, by parameter name."""
+    def load_optimizer_state(self, state: dict[Any, dict[str, Any]]) -> None:
+        """Replace the optimizer's state: by parameter name, and by number what groups shall hold."""
         if self._optimizer is None:
             return
+        assert self._given is not None
         self._optimizer.state.clear()
         for name, values in state.items():
             if name in self.parameters:
                 self._optimizer.state[self.parameters[name]] = self._on_device(
                     {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
                 )
+        for group, number in zip(self._optimizer.param_groups, self._group_numbers, strict=True):
+            group.update(state.get(number, {}))
+            self._given[number] = {**self._given[number], **state.get(number, {})}
+
+    def load_after_step_state(self, state: dict[str, Any]) -> None:
+        """Give ``after_step`` back what it had: its ``load_state_dict`` gets what concerns this stage's parameters."""
+        if self._after_step is None:
+            return
+        mine = {k: v for k, v in state.items() if k in self.parameters or k not in self._order}
+        tensors = {k: v.to(self.device, copy=True) if isinstance(v, Tensor) else v for k, v in mine.items()}
+        self._after_step.load_state_dict(tensors)  # type: ignore[attr-defined]
+        self.after_step_result = tensors
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """The tree with its tensors on ``device``."""
-    return trees.tree_map(lambda leaf, _: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+def _same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _on_host(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def _departing(leaf: Any) -> Any:
@@ -676,5 +720,8 @@ def _clip_coefficient(
 ) -> tuple[Tensor, Tensor]:
     """Total norm and coefficient as ``torch.nn.utils.clip_grad_norm_`` computes them from the norms in model order."""
     in_order = [norms[name].to("cpu") for name in sorted(norms, key=order.__getitem__)]
+    if len({norm.dtype for norm in in_order}) > 1:  # torch takes each dtype by itself, in an order of its own
+        groups = _foreach_utils._group_tensors_by_device_and_dtype([[*in_order]])
+        in_order = [norm for (values,), _ in groups.values() for norm in values if norm is not None]
     total = torch.linalg.vector_norm(torch.stack(in_order), kind) if in_order else torch.tensor(0.0)
     return total, torch.clamp(limit / (total + 1e-6), max=1.0)

@@ -6,16 +6,18 @@ is a leaf that travels whole. Paths in messages read like Python: ``batch['name'
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import pickle
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
+from slurm_jap import shipping
 from slurm_jap.errors import UsageError
 
 Tree = Any
@@ -27,25 +29,33 @@ ALIGNMENT = 64
 def tree_map(function: Callable[[Any, str], Any], tree: Tree, path: str = "") -> Tree:
     """The same tree with ``function(leaf, path)`` in place of every leaf (tensor, None, number, ...)."""
     if isinstance(tree, dict):
-        mapped = {key: tree_map(function, value, f"{path}[{key!r}]") for key, value in tree.items()}
-        return mapped if type(tree) is dict else _like_mapping(tree, mapped)
+        return _like_mapping(tree, {k: tree_map(function, v, f"{path}[{k!r}]") for k, v in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map(function, v, f"{path}.{f}") for f, v in zip(tree._fields, tree, strict=True)))
     if type(tree) in (list, tuple):
         return type(tree)(tree_map(function, value, f"{path}[{i}]") for i, value in enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        values = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-        copy = object.__new__(type(tree))
-        for name, value in values.items():
-            object.__setattr__(copy, name, tree_map(function, value, f"{path}.{name}"))
-        return copy
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+        return _like_dataclass(tree, {f: tree_map(function, v, f"{path}.{f}") for f, v in fields.items()})
     return function(tree, path)
 
 
+def _like_dataclass(original: Any, values: dict[str, Any]) -> Any:
+    twin = object.__new__(type(original))
+    getattr(twin, "__dict__", {}).update(getattr(original, "__dict__", {}))
+    for name, value in values.items():
+        object.__setattr__(twin, name, value)
+    return twin
+
+
 def _like_mapping(original: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
-    copy = original.copy()
-    copy.update(values)
-    return copy
+    if type(original) is dict:
+        return values
+    if dataclasses.is_dataclass(original):  # some such classes forbid every change after construction
+        return type(original)(**values)
+    twin = copy.copy(original)
+    twin.update(values)
+    return twin
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -139,66 +149,81 @@ def _slice_plain_lists(tree: Tree, path: str, rows: int, start: int, size: int) 
                 "microbatches=1"
             )
         return tree[start : start + size]
+
+    def down(value: Any, where: str) -> Tree:
+        return _slice_plain_lists(value, where, rows, start, size)
+
     if isinstance(tree, dict):
-        values = {k: _slice_plain_lists(v, f"{path}[{k!r}]", rows, start, size) for k, v in tree.items()}
-        return values if type(tree) is dict else _like_mapping(tree, values)
+        return _like_mapping(tree, {k: down(v, f"{path}[{k!r}]") for k, v in tree.items()})
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(down(v, f"{path}.{f}") for f, v in zip(tree._fields, tree, strict=True)))
     if type(tree) in (list, tuple):
-        return type(tree)(_slice_plain_lists(v, f"{path}[{i}]", rows, start, size) for i, v in enumerate(tree))
+        return type(tree)(down(v, f"{path}[{i}]") for i, v in enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+        return _like_dataclass(tree, {f: down(v, f"{path}.{f}") for f, v in fields.items()})
     return tree
 
 
 # --- Trees on the wire: tensors apart from the rest ----------------------------------------------------------------
 
 
-class _FastPickler(pickle.Pickler):
+class _Pickler(pickle.Pickler):
+    """Tensors go beside; classes of the script's own go by value, so that they are the same at both ends."""
+
     def __init__(self, file: io.BytesIO, found: list[Tensor]) -> None:
         super().__init__(file, protocol=5)
         self._found = found
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             self._found.append(obj)
             return len(self._found) - 1
-        return None
-
-
-class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, found: list[Tensor]) -> None:
-        super().__init__(file, protocol=5)
-        self._found = found
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, Tensor):
-            self._found.append(obj)
-            return len(self._found) - 1
+        if isinstance(obj, type):
+            return shipping.class_reference(obj)
+        if isinstance(obj, types.FunctionType) and not shipping.is_importable(obj):
+            raise pickle.PicklingError(f"function {obj.__qualname__} can only go by value")
         return None
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, found: Sequence[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, found: Sequence[Tensor], inside: bool) -> None:
         super().__init__(file)
-        self._found = found
+        self._found, self._inside = found, inside
 
-    def persistent_load(self, pid: int) -> Tensor:
-        return self._found[pid]
+    def persistent_load(self, pid: Any) -> Any:
+        return self._found[pid] if isinstance(pid, int) else shipping.class_of(pid, inside=self._inside)
 
 
 def encode(tree: Tree) -> tuple[bytes, list[Tensor]]:
-    """A tree as bytes without its tensors, and the tensors. Classes that no peer can import go by value."""
+    """A tree as bytes without its tensors, and the tensors.
+
+    Raises:
+        UsageError: it holds something that cannot be pickled.
+    """
     found: list[Tensor] = []
     file = io.BytesIO()
     try:
-        _FastPickler(file, found).dump(tree)
+        _Pickler(file, found).dump(tree)
     except (pickle.PicklingError, AttributeError, TypeError, ImportError):
-        found.clear()
-        file = io.BytesIO()
-        _ByValuePickler(file, found).dump(tree)
+        data, found = shipping.dump(tree, "a batch, or what a block returned")
+        return _BY_VALUE + data, found
     return file.getvalue(), found
 
 
-def decode(data: bytes, found: Sequence[Tensor]) -> Tree:
-    """Inverse of :func:`encode`."""
-    return _Unpickler(io.BytesIO(data), found).load()
+_BY_VALUE = b"v"
+"""Before a tree that was dumped whole; no pickle begins with it."""
+
+
+def decode(data: bytes, found: Sequence[Tensor], *, inside: bool = False) -> Tree:
+    """Inverse of :func:`encode`.
+
+    Args:
+        inside: whether for the model's code: the script's own classes are preferred elsewhere.
+    """
+    if data.startswith(_BY_VALUE):
+        return shipping.load(data[1:], found)
+    return _Unpickler(io.BytesIO(data), found, inside).load()
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -231,5 +256,37 @@ def settled(tensor: Tensor) -> Tensor:
 
 
 def settle(tree: Tree) -> Tree:
-    """The tree with every tensor settled."""
-    return tree_map(lambda leaf, path: settled(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    """The tree with every tensor settled, and no two of them in the same memory, as if each had been sent."""
+    seen: set[int] = set()
+
+    def own(leaf: Any, path: str) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensor = settled(leaf)
+        if tensor.layout is torch.strided and tensor.numel():
+            place = tensor.untyped_storage().data_ptr()
+            if place in seen:
+                return tensor.clone()
+            seen.add(place)
+        return tensor
+
+    return tree_map(own, tree)
+
+
+def cloned(tree: Tree) -> Tree:
+    """The tree with tensors that nobody else holds, laid out as they were."""
+    return tree_map(lambda leaf, _: _clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def as_sent(tree: Tree) -> Tree:
+    """The tree as the engine would receive it: nothing of it is the script's own."""
+    return decode(*encode(cloned(tree)), inside=True)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+
+
+def to_device(tree: Tree, device: torch.device) -> Tree:
+    """The tree with its tensors on ``device``."""
+    return tree_map(lambda leaf, _: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
