@@ -95,6 +95,8 @@ class _Bisection:
                 continue
             if answer is None:
                 patience *= 3
+            elif answer and self.high > target:
+                break  # the model lets messages overtake each other on a link, the pipeline does not
             elif not answer:
                 self.low = target + 1
                 self.proven = max(self.proven, target * self.unit + 1)
@@ -165,6 +167,29 @@ class _Model:
                 if duration:
                     intervals.append(model.new_fixed_size_interval_var(self.rest[node], duration, f"run{node}"))
             model.add_no_overlap(intervals)
+            if layout.switch:
+                self.switches(stage)
+
+    def switches(self, stage: int) -> None:
+        """The order of a stage as a circuit through a start, whose arcs between different members cost a switch."""
+        layout, model = self.layout, self.model
+        shift, slots = stage * layout.slots, layout.slots
+        begins = [model.new_bool_var("") for _ in range(slots)]
+        ends = [model.new_bool_var("") for _ in range(slots)]
+        arcs: list[tuple[int, int, cp_model.IntVar]] = []
+        for one, duration in enumerate(layout.duration[stage]):
+            arcs += [(slots, one, begins[one]), (one, slots, ends[one])]
+            for two in range(slots):
+                if one == two:
+                    continue
+                gap = duration + (layout.switch if layout.member[one] != layout.member[two] else 0)
+                follows = model.new_bool_var("")
+                arcs.append((one, two, follows))
+                model.add(self.rest[shift + two] >= self.rest[shift + one] + gap).only_enforce_if(follows)
+                if not layout.problem.barrier:
+                    around = self.rest[shift + two] + self.period >= self.rest[shift + one] + gap
+                    model.add(around).only_enforce_if(ends[one], begins[two])
+        model.add_circuit(arcs)
 
     def members(self) -> None:
         """Data, ascending micro-batches, and each next iteration after the step."""

@@ -260,9 +260,13 @@ def _way(problem: Problem, member: MemberCost) -> _Way:
 
 
 def _stage_load(problem: Problem, stage: int) -> float:
-    """T >= sum over members of M (F + B) + step on one stage, and at least one switch to each member."""
+    """T >= sum over members of M (F + B) + step on one stage, and at least one switch to each member.
+
+    With a barrier the stage comes to its first member for nothing.
+    """
     work = sum(m.microbatches * (m.forward[stage] + m.backward[stage]) + m.step[stage] for m in problem.members)
-    return work + (len(problem.members) * problem.switch if len(problem.members) > 1 else 0.0)
+    members = len(problem.members)
+    return work + problem.switch * (members - problem.barrier if members > 1 else 0)
 
 
 def _interval(problem: Problem, way: _Way, stage: int) -> float:

@@ -102,6 +102,17 @@ class Schedule:
                 if 0 <= iteration < iterations:
                     yield action._replace(iteration=iteration)
 
+    def places(self, stage: int) -> dict[tuple[Kind, int, int], tuple[int, int]]:
+        """Where ``stage`` has each (kind, member, micro-batch) in its period: (iteration offset, place).
+
+        Of the actions that are ready, the one with the least ``(iteration - offset, place)`` comes first in the
+        schedule's order; that also serves an engine which does not wait for an action that is late.
+        """
+        return {
+            (action.kind, action.member, action.microbatch): (action.iteration, place)
+            for place, action in enumerate(self.stages[stage])
+        }
+
     def __str__(self) -> str:
         return "".join(f"{stage}: {' '.join(map(str, order))}\n" for stage, order in enumerate(self.stages))
 

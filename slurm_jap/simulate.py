@@ -268,14 +268,20 @@ class Orders:
         return Orders(order, offset)
 
     def schedule(self, layout: Layout) -> Schedule:
-        """The ``Schedule``; the least offset becomes 0."""
-        least = min(self.offset)
-        return Schedule(
-            tuple(
-                tuple(layout.action(slot, self.offset[stage * layout.slots + slot] - least) for slot in order)
-                for stage, order in enumerate(self.order)
-            )
-        )
+        """The ``Schedule`` in its normal form: each stage begins with member 0's first forward, its least offset is 0.
+
+        With a barrier the period begins where the iteration does.
+        """
+        stages = []
+        for stage, order in enumerate(self.order):
+            offsets = [self.offset[stage * layout.slots + slot] for slot in order]
+            # Slot 0 is member 0's first forward; what is before it belongs to the period after.
+            first = 0 if layout.problem.barrier else order.index(0)
+            rotated = [*zip(order[first:], offsets[first:], strict=True)]
+            rotated += [(slot, offset + 1) for slot, offset in zip(order[:first], offsets[:first], strict=True)]
+            least = min(offset for _, offset in rotated)
+            stages.append(tuple(layout.action(slot, offset - least) for slot, offset in rotated))
+        return Schedule(tuple(stages))
 
     @staticmethod
     def by_start(layout: Layout, start: Sequence[int], period: int) -> Orders:

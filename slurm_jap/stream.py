@@ -108,11 +108,11 @@ class Search:
             self.play(method, rule)
             if climbs and number == _FIRST and self.best is not None:
                 self.improve(self.best)
-            if self.done or (climbs and self.best is not None and self.left < budget // 2):
+            if self.done or (self.best is not None and (self.left < budget // 2 if climbs else number >= _MOST_RULES)):
                 break
-        for candidate in list(self.pool):
+        for candidate in list(self.pool) if climbs else []:
             self.improve(candidate)
-        while not self.done:
+        while climbs and not self.done:
             # Everything is improved as far as it goes: begin again elsewhere.
             self.pool.clear()
             for method, rule in itertools.islice(rules, _POOL):
@@ -291,6 +291,9 @@ class Search:
 
 _POOL = 6
 _FIRST = 7
+"""Rules played before the first local search."""
+_MOST_RULES = 60
+"""Rules played where there is no local search: with a barrier, and where links queue."""
 _PATIENCE = 60
 _EXCHANGED = ", exchanges"
 _TIES = 1 << 12
