@@ -258,9 +258,16 @@ class Coordinator:
         return ended.code
 
     async def _end_early(self) -> None:
-        """After ``stop``: when the time is over, kill what still runs."""
+        """After ``stop``: when the time is over, kill what still runs.
+
+        Its end is written down first: when Slurm ends the job, nobody knows whether we are there to see it.
+        """
         await self._stopping.wait()
         await asyncio.sleep(self._end_seconds)
+        reason = f"still ran {self._end_seconds:g} s later: {self._stop_reason}"
+        for index in self._running:
+            state = MemberState.CANCELLED.value
+            self._events.write("member_ended", member=index, code=128 + 9, state=state, reason=reason)
         await self._kill_members()
 
     async def _kill_members(self) -> None:
