@@ -141,6 +141,7 @@ class Coordinator:
         self._stopping = asyncio.Event()
         self._stop_reason = ""
         self._running: dict[int, Started] = {}
+        self._over: set[int] = set()
 
     def stop(self, reason: str) -> None:
         """End the sweep early: nothing new starts, what runs has ``end_seconds`` left. Call from the event loop."""
@@ -209,10 +210,11 @@ class Coordinator:
             return self._ended(member, self._done[member.index], quiet=True)
         async with self._room:
             await self._starting.acquire()
-            admitted = asyncio.create_task(self._let_next_start(member))
+            admitted = asyncio.create_task(self._until_started(member))
+            admitted.add_done_callback(lambda _: self._starting.release())
             try:
                 if self.stopping:
-                    return self._ended(member, self._not_started(), quiet=True)
+                    return self._not_started().code
                 try:
                     started = await self._launcher.start_member(member, self._member_environment(member))
                 except OSError as error:
@@ -236,19 +238,16 @@ class Coordinator:
             wire.ENV_NODE: self._launcher.node_of(member),
         }
 
-    async def _let_next_start(self, member: Member) -> None:
-        """Give the place among the starting members back once this one has joined, ended, or taken its time."""
-        try:
+    async def _until_started(self, member: Member) -> None:
+        """Wait until this member no longer counts among the starting ones: it has joined, or taken its time."""
+        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(self._has_joined[member.index].wait(), STARTING_SECONDS)
-        except (TimeoutError, asyncio.TimeoutError):
-            pass
-        finally:
-            self._starting.release()
 
     def _not_started(self) -> Ended:
         return Ended(code=128 + 15, state=MemberState.CANCELLED, reason=f"not started: {self._stop_reason}")
 
     def _ended(self, member: Member, ended: Ended, quiet: bool = False) -> int:
+        self._over.add(member.index)
         self._events.write(
             "member_ended", member=member.index, code=ended.code, state=ended.state.value, reason=ended.reason
         )
@@ -260,9 +259,12 @@ class Coordinator:
     async def _end_early(self) -> None:
         """After ``stop``: when the time is over, kill what still runs.
 
-        Its end is written down first: when Slurm ends the job, nobody knows whether we are there to see it.
+        Their ends are written down first: when Slurm ends the job, nobody knows whether we are there to see it.
         """
         await self._stopping.wait()
+        for member in self._sweep.members:
+            if member.index not in self._running and member.index not in self._over:
+                self._ended(member, self._not_started(), quiet=True)
         await asyncio.sleep(self._end_seconds)
         reason = f"still ran {self._end_seconds:g} s later: {self._stop_reason}"
         for index in self._running:

@@ -202,10 +202,10 @@ def test_members_are_spread_over_the_nodes(cluster: SlurmCluster, workdir: Path)
 
 
 def test_throttle(cluster: SlurmCluster, workdir: Path) -> None:
-    script = "mkdir r_$SLURM_ARRAY_TASK_ID; ls -d r_* | wc -l; sleep 1; rmdir r_$SLURM_ARRAY_TASK_ID"
+    script = "mkdir r_$SLURM_ARRAY_TASK_ID; set -- r_*; echo $#; sleep 1; rmdir r_$SLURM_ARRAY_TASK_ID"
     sweep = submit(cluster, workdir, script, "-c8", array="0-5%2")
     assert sweep.job.wait() == 0
-    assert max(int(sweep.output(i)) for i in range(6)) == 2
+    assert max(int(sweep.output(i)) for i in range(6)) <= 2
 
 
 GPU_REQUESTS = {
@@ -311,7 +311,8 @@ def test_scancel_ends_everything_within_kill_wait(
     assert set(ended) == {0, 1, 2, 3}
     assert all(e["state"] == "CANCELLED" for e in ended.values()), ended
     assert "Slurm ends the job" in sweep.own_output
-    assert [e for e in sweep.folder.events("run") if e["kind"] == "sweep_ended"]
+    if not stubborn:  # else Slurm kills jap-run with them
+        assert [e for e in sweep.folder.events("run") if e["kind"] == "sweep_ended"]
 
 
 def test_requeue_runs_only_what_was_not_done(cluster: SlurmCluster, workdir: Path) -> None:
