@@ -382,11 +382,18 @@ local function mebibytes(text)
    return unit == "K" and ceil_div(value, 1024) or value * KIB[unit == "" and "M" or unit] / 1024
 end
 
+local function one_of_goals(text)
+   -- The plugin knows no network: goals are for jap-submit, which plans.
+   return (text == "throughput" or text == "finish" or text == "gpu-hours") and text or nil
+end
+
 local DIRECTIVES = {
    ["--stages"] = positive_count,
    ["--groups"] = positive_count,
    ["--member-mem"] = mebibytes,
    ["--member-cpus"] = positive_count,
+   ["--goal"] = one_of_goals,
+   ["--memory-per-device"] = mebibytes,
    ["--shared-job-id"] = "flag",
 }
 
@@ -399,7 +406,8 @@ local function read_directives(found, words)
       position = position + 1
       if not read then
          return "unknown #JAP key " .. quoted(word)
-            .. " (the keys are --stages, --groups, --member-mem, --member-cpus, --shared-job-id)"
+            .. " (the keys are --stages, --groups, --member-mem, --member-cpus, --goal, --memory-per-device,"
+            .. " --shared-job-id)"
       end
       if read == "flag" then
          if equals ~= "" then

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from slurm_jap import array_spec, filename_pattern, resources, sbatch_options
+from slurm_jap import array_spec, filename_pattern, planner, resources, sbatch_options
 from slurm_jap.array_spec import ArraySpec
 from slurm_jap.carried import Carried
 from slurm_jap.environment import ENV_MEMBER, SWEEP_VARIABLES
 from slurm_jap.errors import JapError
 from slurm_jap.jap_options import JapOptions
+from slurm_jap.planner import Plan
+from slurm_jap.profile import Profile
 from slurm_jap.resources import Limits, MemberRequest, Request
 from slurm_jap.sbatch_options import Given, Submission
 
@@ -63,6 +65,8 @@ class Coalesced:
 
     spec: ArraySpec
     request: Request
+    plan: Plan | None
+    """What the planner found; None: nothing is known of the network yet, and the first sizing rule decided."""
     facts: Carried
     directives: tuple[str, ...]
     """Texts of its ``#SBATCH`` lines."""
@@ -145,7 +149,7 @@ def carried(
 ) -> Carried:
     """What jap-run must know; without a request, what the local launcher must know."""
     options = submission.effective()
-    stages, groups = resources.shape(member, asked)
+    stages, groups = (request.stages, request.groups) if request else resources.shape(member, asked)
     facts = Carried(
         array=_value(options, "array"),
         output=_value(options, "output"),
@@ -176,6 +180,7 @@ def decide(
     spec: ArraySpec,
     limits: Limits,
     slurm: tuple[int, int],
+    profiles: Sequence[tuple[Profile, Sequence[int]]] = (),
 ) -> Coalesced:
     """The coalesced job of an array whose script has opted in.
 
@@ -184,6 +189,7 @@ def decide(
         asked: what ``#JAP`` lines and ``--jap-*`` options say.
         limits: of the partition; without knowledge of it, empty ones.
         slurm: the cluster's version.
+        profiles: what earlier runs of the script measured, with the array indices that each holds for, newest first.
 
     Raises:
         Plain: it stays a plain array.
@@ -195,8 +201,14 @@ def decide(
     if reason is not None:
         raise Plain(reason)
     member = member_request(submission)
+    known = planner.known(spec.indices, profiles, member.gpus > 0)
+    plan = None
     try:
-        request = resources.plan(member, asked, len(spec), limits, throttle=spec.throttle)
+        if known is None:
+            request = resources.plan(member, asked, len(spec), limits, throttle=spec.throttle)
+        else:
+            plan = planner.choose(member, asked, len(spec), limits, known, throttle=spec.throttle)
+            request = plan.request
     except resources.Unclear as unclear:
         raise Plain(str(unclear)) from None
     kept = [given for given in submission.script if given.name not in OURS]
@@ -211,6 +223,7 @@ def decide(
     return Coalesced(
         spec=spec,
         request=request,
+        plan=plan,
         facts=carried(submission, script_name, asked, member, request),
         directives=tuple(directives),
         command_line=tuple(

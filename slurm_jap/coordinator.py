@@ -46,8 +46,9 @@ class _Joined:
     """A member that has joined and not left."""
 
     peer: Peer
+    group: int
     told: bool = False
-    """Whether it has its group."""
+    """Whether it has been told its group."""
 
 
 class Profiles:
@@ -301,7 +302,7 @@ class Coordinator:
             with contextlib.suppress(wire.WireError):
                 await asyncio.wait_for(peer.receive(), wire.HANDSHAKE_SECONDS)
             return
-        self._joined[index] = joined = _Joined(peer)
+        self._joined[index] = joined = _Joined(peer, self._emptiest_group())
         self._has_joined[index].set()
         try:
             if self._engine is None:
@@ -352,12 +353,17 @@ class Coordinator:
                     )
         return self._expelled.get(index) or self._no_engine
 
+    def _emptiest_group(self) -> int:
+        """The group with the fewest members: whoever comes takes the place of one that has left."""
+        held = collections.Counter(joined.group for joined in self._joined.values())
+        return min(range(self._sweep.groups), key=lambda group: (held[group], group))
+
     def _tell_group(self, index: int) -> None:
         """Send the member its group if the engines are ready."""
         joined, engine = self._joined.get(index), self._engine
         if joined is None or joined.told or engine is None or not engine.ready:
             return
-        group = self._sweep.group_of(index)
+        group = joined.group
         joined.told = True
         joined.peer.send(
             {"kind": "group", "group": group, "stages": self._sweep.stages, "engines": engine.engines_of(group)}

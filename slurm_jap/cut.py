@@ -29,11 +29,18 @@ def cut(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
     came: list[list[int]] = [[0] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = 0.0
     for stage in range(1, stages + 1):
+        before = best[stage - 1]
+        start = stage - 1
         for end in range(stage, count + 1):
-            for start in range(stage - 1, end):
-                heaviest = max(best[stage - 1][start], prefix[end] - prefix[start])
-                if heaviest < best[stage][end]:
-                    best[stage][end], came[stage][end] = heaviest, start
+            # As the last range begins later it gets lighter and what is before it heavier, and the best beginning
+            # never moves back when the end moves on. Of equals the latest: the stage with the loss is the lighter one.
+            heaviest = max(before[start], prefix[end] - prefix[start])
+            while start + 1 < end:
+                following = max(before[start + 1], prefix[end] - prefix[start + 1])
+                if following > heaviest:
+                    break
+                start, heaviest = start + 1, following
+            best[stage][end], came[stage][end] = heaviest, start
     ranges = []
     end = count
     for stage in range(stages, 0, -1):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slurm_jap import filename_pattern
+from slurm_jap import filename_pattern, planner
 from slurm_jap.coalesce import Coalesced, counted, shape_text
 
 
@@ -33,6 +33,7 @@ def as_json(job: Coalesced, script: str, arguments: Sequence[str], unknown: str 
         "directives": list(job.directives),
         "sbatch": [*job.command_line, script, *arguments],
         "unknown": unknown,
+        "plan": None if job.plan is None else planner.as_json(job.plan),
     }
 
 
@@ -59,6 +60,13 @@ def as_text(job: Coalesced, script: str, arguments: Sequence[str], unknown: str 
         ("output", job.facts.output or filename_pattern.DEFAULT_ARRAY_OUTPUT),
         *(("note", note) for note in request.notes),
     ]
+    if job.plan is None:
+        rows.append(
+            ("plan", "the first sizing rule: nothing is known of this script's network before its first run (jap-plan)")
+        )
+    else:
+        rows.append(("plan", f"{job.plan.goal}: {job.plan.why}"))
+        rows += [("note", note) for note in job.plan.notes]
     if unknown is not None:
         rows.append(("not known", f"what the partition allows: {unknown}"))
     yield f"{summary(job)} instead of an array of {len(job.spec)}"

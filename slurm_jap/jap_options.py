@@ -43,6 +43,21 @@ def mebibytes(text: str) -> int:
     return -(-number // 1024) if unit == "K" else number * {"": 1, "M": 1, "G": 1024, "T": 1024 * 1024}[unit]
 
 
+THROUGHPUT, FINISH, GPU_HOURS = GOALS = ("throughput", "finish", "gpu-hours")
+"""What the planner goes for; the first one unless the user says otherwise."""
+
+
+def goal(text: str) -> str:
+    """One of ``GOALS``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if text not in GOALS:
+        raise ValueError(f"one of {', '.join(GOALS)}")
+    return text
+
+
 def _field(kind: Any, value: str, text: str) -> Any:
     return dataclasses.field(default=None, metadata={"parse": kind, "value": value, "help": text})
 
@@ -57,6 +72,12 @@ class JapOptions:
         mebibytes, "SIZE", "host memory of one member's own process, MiB (default: what the script requests)"
     )
     member_cpus: int | None = _field(count, "N", "CPUs of one member's own process (default: what the script requests)")
+    goal: str | None = _field(
+        goal, "GOAL", "throughput, finish or gpu-hours: what to plan for, the network being known (default: throughput)"
+    )
+    memory_per_device: int | None = _field(
+        mebibytes, "SIZE", "what may lie on one device, MiB (default: its memory, once it is known)"
+    )
     shared_job_id: bool | None = _field(
         None, "", "the script copes with one SLURM_JOB_ID for all members (%j without %a, SLURM_JOB_ID in its text)"
     )

@@ -7,7 +7,7 @@ Pure: no I/O, no torch. ``member_request`` reads sbatch's resource options, ``pl
   at once, within what a node has. Members that do not fit into memory run later (``at_once``). CPUs can be shared: the
   script's request was made for a process that feeds all of the GPUs alone, so only ``#JAP --member-cpus`` keeps the
   members from running at once;
-* time: one member's limit x ceil(members / groups), never above the partition's.
+* time: one member's limit x ceil(members / groups), or what the planner predicts; never above the partition's.
 
 What is unclear raises ``Unclear``: the array stays a plain one, and the message is the reason.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from slurm_jap.errors import JapError
 from slurm_jap.jap_options import JapOptions
@@ -353,6 +353,44 @@ def _default_memory(member: MemberRequest, cpus: int, limits: Limits) -> int | N
     return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pace:
+    """What is predicted of the job's time, in place of one member's limit for each member of a group."""
+
+    of: Callable[[int], float]
+    """How many times one member's time alone the job takes, given how many members run at once."""
+    margin: float
+    """Time limit over prediction."""
+
+
+STARTING_SECONDS = 3.0
+"""CPU seconds that a member takes to start (an interpreter, and torch): members that share CPUs wait for each other."""
+
+
+def _predicted_time(
+    own: int | None, pace: float, margin: float, starting: float, limits: Limits, notes: list[str]
+) -> tuple[int | None, bool, int | None]:
+    """As ``_time``, from a prediction: with its margin, never below one member's own limit, never above MaxTime.
+
+    ``starting`` is how many minutes the members need to start.
+    """
+    most = limits.max_time_min
+    if own is None:
+        if most is not None and pace > 1:
+            raise Unclear("no --time is given, and the partition's longest cannot be multiplied; give --time")
+        return None, False, most
+    needed, wished = math.ceil(own * max(1.0, pace)), math.ceil(own * max(1.0, pace * margin) + starting)
+    if most is not None and needed > most:
+        raise Unclear(
+            f"{needed} minutes are predicted ({pace:.2f} x one member's {own}), the partition allows {most}: give less "
+            f"--time, more --groups, or split the array into {math.ceil(needed / most)} or more"
+        )
+    if most is not None and wished > most:
+        notes.append(f"the time limit is the partition's longest, {most} min; {needed} min are predicted")
+        wished = most
+    return wished, False, own
+
+
 def _time(member: MemberRequest, rounds: int, limits: Limits) -> tuple[int | None, bool, int | None]:
     """The job's time limit, whether it is unlimited, and what one array task would have had."""
     most = limits.max_time_min
@@ -374,13 +412,20 @@ def _time(member: MemberRequest, rounds: int, limits: Limits) -> tuple[int | Non
 
 
 def plan(
-    member: MemberRequest, asked: JapOptions, members: int, limits: Limits, *, throttle: int | None = None
+    member: MemberRequest,
+    asked: JapOptions,
+    members: int,
+    limits: Limits,
+    *,
+    throttle: int | None = None,
+    pace: Pace | None = None,
 ) -> Request:
     """Size the coalesced job.
 
     Args:
         members: K, the size of the array.
         throttle: members that the array allows at once.
+        pace: what the planner predicts; None: nothing is known, the first sizing rule holds for the time limit.
 
     Raises:
         Unclear: it cannot be sized within the limits; the message says what would help.
@@ -442,9 +487,19 @@ def plan(
         memory_per_node = None
     else:
         memory_per_node = engine_memory + per_node * member_memory
-    time_min, unlimited, task_time = _time(member, math.ceil(members / groups), limits)
     at_once = min(wished, nodes * per_node)
-    member_time = None if task_time is None or at_once == members else task_time * math.ceil(at_once / groups)
+    if pace is None or member.unlimited:
+        time_min, unlimited, task_time = _time(member, math.ceil(members / groups), limits)
+        slower = float(math.ceil(at_once / groups))
+    else:
+        own_time = member.time_min if member.time_min is not None else limits.default_time_min
+        starting = members * STARTING_SECONDS / 60 / (nodes * cpus_per_node)
+        time_min, unlimited, task_time = _predicted_time(
+            own_time, pace.of(at_once), pace.margin, starting, limits, notes
+        )
+        # One member's part of it: the rounds before and after are others'.
+        slower = max(1.0, pace.of(at_once) / math.ceil(members / at_once) * pace.margin)
+    member_time = None if task_time is None or at_once == members else math.ceil(task_time * slower)
     return Request(
         stages=stages,
         groups=groups,

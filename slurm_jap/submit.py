@@ -9,7 +9,6 @@ Exit codes: sbatch's (with ``--wait`` the highest member's); 2 for what cannot b
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pwd
 import shutil
@@ -24,6 +23,7 @@ from slurm_jap import (
     carried,
     coalesce,
     conf,
+    decision,
     explain,
     filename_pattern,
     jap_options,
@@ -32,12 +32,10 @@ from slurm_jap import (
 )
 from slurm_jap._version import __version__
 from slurm_jap.coalesce import Coalesced, Plain
-from slurm_jap.conf import PartitionConf
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
 from slurm_jap.jap_options import JapOptions
-from slurm_jap.resources import Limits
-from slurm_jap.sbatch_options import Given, NotUnderstood, Submission
-from slurm_jap.slurm import Answer, Commands, Config, SlurmError
+from slurm_jap.sbatch_options import Given
+from slurm_jap.slurm import Answer, Commands, SlurmError
 from slurm_jap.submit_input import CHECK_CONF, FLAGS, CommandLine, Script, part, read_script
 
 OPT_OUT = "JAP"
@@ -93,13 +91,14 @@ def _main(argv: list[str]) -> int:
         if "wrap" in early:
             raise Plain("--wrap has no batch script to coalesce")
         script = read_script(line)
-        submission, asked = _read(line, script)
+        submission, asked = decision.read(line, script)
         options = submission.effective()
-        if not _value(options, "array"):
+        if not decision.value(options, "array"):
             raise Plain(_NO_ARRAY)
         if asked is None:
             raise Plain("its script has no #JAP line (nor is there a --jap option)")
-        job, unknown = _decide(submission, script, asked, explaining)
+        entries = decision.known_profiles(script, line.arguments)
+        job, unknown = decision.decide(submission, script, asked, explaining=explaining, entries=entries)
         if not explaining:
             _check_output_folders(job, options, script)
             text = _build(job, script)
@@ -111,6 +110,11 @@ def _main(argv: list[str]) -> int:
         _print_json(explain.as_json(job, script.name, line.arguments, unknown))
         return 0
     print(PREFIX, "\n".join(explain.as_text(job, script.name, line.arguments, unknown)))
+    if job.plan is not None:
+        from slurm_jap import plan_table
+
+        sys.stdout.flush()
+        plan_table.draw(job.plan, sys.stdout)
     return 0
 
 
@@ -118,10 +122,6 @@ def _print_json(data: dict[str, object]) -> None:
     import json
 
     print(json.dumps(data, indent=2))
-
-
-def _value(options: dict[str, Given], name: str) -> str:
-    return (options[name].value or "") if name in options else ""
 
 
 def _sbatch() -> str:
@@ -136,85 +136,13 @@ def _sbatch() -> str:
         raise UsageError(str(error)) from None
 
 
-def _read(line: CommandLine, script: Script) -> tuple[Submission, JapOptions | None]:
-    """All options of the submission, and what is asked of us; None: nobody opted in.
-
-    Raises:
-        Plain: sbatch alone can judge them.
-        UsageError: a wrong ``#JAP`` line.
-    """
-    name = os.path.basename(script.name)
-    try:
-        said = sbatch_options.jap_lines(script.text, name)
-        submission = Submission(
-            script=tuple(sbatch_options.from_script(script.text, name)),
-            environment=tuple(sbatch_options.from_environment(os.environ)),
-            command_line=line.options,
-        )
-    except NotUnderstood as fault:
-        raise Plain(str(fault)) from None
-    asked = (said or JapOptions()).overridden_by(line.asked)
-    return submission, asked if said is not None or line.opts_in else None
-
-
-def _decide(
-    submission: Submission, script: Script, asked: JapOptions, explaining: bool
-) -> tuple[Coalesced, str | None]:
-    """The job; and, when explaining, what Slurm did not answer.
-
-    Raises:
-        Plain: it stays an array.
-        UsageError: the array specification is none.
-    """
-    options = submission.effective()
-    reason = coalesce.why_plain(options, script.text)
-    if reason is not None:
-        raise Plain(reason)
-    config: Config | None = None
-    limits, unknown = Limits(), None
-    try:
-        commands = Commands(cluster=_value(options, "clusters"))
-        config = commands.config()
-        feature = _value(options, "constraint")
-        simple = feature.replace("-", "").replace("_", "").isalnum()
-        limits = commands.limits(_value(options, "partition"), config, feature if simple else "")
-    except SlurmError as error:
-        if not explaining:
-            raise Plain(f"Slurm does not answer ({error})") from None
-        unknown = str(error)
-    site = _site_conf(config.file, limits.partition) if config else None
-    if site is not None:
-        most = site.max_time_minutes if limits.max_time_min is None else min(limits.max_time_min, site.max_time_minutes)
-        limits = dataclasses.replace(limits, max_time_min=most)
-    spec = coalesce.parse_array(
-        options,
-        config.max_array_size if config else array_spec.DEFAULT_MAX_ARRAY_SIZE,
-        config.max_array_tasks if config else None,
-    )
-    if spec is None:
-        raise Plain(f"--array={_value(options, 'array')} names no task")
-    if site is not None and len(spec) > site.max_members:
-        raise Plain(f"{len(spec)} members are more than MaxMembers={site.max_members} of jap.conf; split the array")
-    slurm = config.version if config else (24, 11)
-    return coalesce.decide(submission, script.text, script.name, asked, spec, limits, slurm), unknown
-
-
-def _site_conf(slurm_conf: str, partition: str) -> PartitionConf | None:
-    """What the administrator's jap.conf, beside slurm.conf, says of a partition; None: nothing, or nothing readable."""
-    try:
-        with open(os.path.join(os.path.dirname(slurm_conf), "jap.conf"), encoding="utf-8") as file:
-            return conf.parse(file.read(conf.MAX_BYTES + 1)).partitions.get(partition)
-    except (OSError, ValueError):
-        return None
-
-
 def _check_output_folders(job: Coalesced, options: dict[str, Given], script: Script) -> None:
     """Refuse what would kill every task without a trace: an output folder that is not there.
 
     Raises:
         UsageError: naming it.
     """
-    work_dir = os.path.join(os.getcwd(), _value(options, "chdir"))
+    work_dir = os.path.join(os.getcwd(), decision.value(options, "chdir"))
     for pattern in {job.facts.output, job.facts.error or job.facts.output}:
         folder = os.path.dirname(pattern)
         if folder and filename_pattern.letters_in(folder) - {"a", "b", "u", "x"}:
@@ -225,7 +153,7 @@ def _check_output_folders(job: Coalesced, options: dict[str, Given], script: Scr
                 job_id=0,
                 array_job_id=0,
                 index=index,
-                job_name=_value(options, "job-name") or script.job_name,
+                job_name=decision.value(options, "job-name") or script.job_name,
                 user=pwd.getpwuid(os.getuid()).pw_name,
                 node="",
             )
@@ -267,7 +195,7 @@ def _send(line: CommandLine, script: Script, job: Coalesced, text: bytes, option
         path = os.path.join(folder, script.job_name)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(text)
-        commands = Commands(coalesce.environment_for_sbatch(os.environ), _value(options, "clusters"))
+        commands = Commands(coalesce.environment_for_sbatch(os.environ), decision.value(options, "clusters"))
         answer = commands.submit(
             job.command_line, path, line.arguments, submitted=submitted, silent=quiet or "test-only" in options
         )
@@ -320,7 +248,7 @@ def _run_local(line: CommandLine) -> int:
     if (unfit := sbatch_options.why_no_batch_script(script.text)) is not None:
         raise UsageError(f"--jap-local: {unfit}; begin it with #!/bin/bash, end lines with a line feed alone")
     try:
-        submission, asked = _read(line, script)
+        submission, asked = decision.read(line, script)
         asked = asked or JapOptions()
         member = coalesce.member_request(submission) if asked.stages is None else resources.MemberRequest()
     except Plain as reason:
@@ -328,7 +256,7 @@ def _run_local(line: CommandLine) -> int:
     options = submission.effective()
     if coalesce.parse_array(options, array_spec.LARGEST_MAX_ARRAY_SIZE, None) is None:
         raise UsageError("--jap-local runs the members of an array: give --array=0-7, say")
-    work_dir = Path(os.getcwd(), _value(options, "chdir"))
+    work_dir = Path(os.getcwd(), decision.value(options, "chdir"))
     if not work_dir.is_dir():
         raise UsageError(f"working directory {str(work_dir)!r} does not exist: mkdir -p it first, or change -D")
     from slurm_jap import launch_local
@@ -338,7 +266,7 @@ def _run_local(line: CommandLine) -> int:
         script.text,
         line.arguments,
         work_dir=work_dir,
-        job_name=_value(options, "job-name") or script.job_name,
+        job_name=decision.value(options, "job-name") or script.job_name,
         progress="quiet" not in options,
     )
 

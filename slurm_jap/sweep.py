@@ -101,7 +101,7 @@ class Sweep:
     stages: int
     """S: engines per pipeline."""
     groups: int
-    """G: pipelines side by side. Member number k (by position) trains in group k % G."""
+    """G: pipelines side by side. A member that joins gets the one with the fewest members."""
     member_cpus: int | None = None
     member_memory_mb: int | None = None
     member_time_minutes: int | None = None
@@ -129,8 +129,3 @@ class Sweep:
         kept["members"] = tuple(Member(**m) for m in data["members"])
         kept["arguments"] = tuple(data["arguments"])
         return cls(**kept)
-
-    def group_of(self, index: int) -> int:
-        """The group in which the member with this array index trains."""
-        position = next(p for p, m in enumerate(self.members) if m.index == index)
-        return position % self.groups

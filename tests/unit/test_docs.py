@@ -14,7 +14,10 @@ from slurm_jap.sweep import Member, MemberState, Sweep
 from slurm_jap.traces import SACCT_COMMAND
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "docs/quickstart.md", "docs/member-script.md", "docs/how-it-works.md", "docs/simulation.md"]
+PAGES = [
+    "README.md", "docs/quickstart.md", "docs/member-script.md", "docs/how-it-works.md", "docs/simulation.md",
+    "docs/planner.md",
+]  # fmt: skip
 
 EXAMPLES = "tests/engine/test_examples.py"
 RUN_BY = {
@@ -25,6 +28,7 @@ RUN_BY = {
     "jap-submit --jap-explain sweep.sh": f"{EXAMPLES}::test_a_sweep_can_be_explained_without_submitting",
     "jap-submit sweep.sh": "tests/slurm/test_submit.py::test_an_array_becomes_one_row_with_its_options_in_force",
     "sbatch sweep.sh": "tests/slurm/test_plugin.py::test_an_array_of_an_opted_in_script_is_one_job",
+    "jap-plan sweep.sh": "tests/unit/test_planner_program.py::test_a_known_network_is_planned_with_a_table",
     "jap-status": "tests/unit/test_status.py::test_without_a_job_id_the_newest_sweep_is_shown",
     "jap-status 62": "tests/unit/test_status.py::test_sweep_is_found_from_below_by_pointer_and_by_folder",
     "jap-status 62_3": "tests/unit/test_status.py::test_one_member_can_be_asked_for",

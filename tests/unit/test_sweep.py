@@ -42,12 +42,6 @@ def test_manifest_survives_json(sweep: Sweep) -> None:
     assert Sweep.from_json(json.loads(json.dumps(sweep.to_json()))) == sweep
 
 
-@given(sweep=sweeps)
-def test_members_are_dealt_to_groups_by_position(sweep: Sweep) -> None:
-    for position, member in enumerate(sweep.members):
-        assert sweep.group_of(member.index) == position % sweep.groups
-
-
 @pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
 def test_another_version_is_refused(version: object) -> None:
     with pytest.raises(ValueError, match="use the slurm_jap that ran the sweep"):
