@@ -38,6 +38,8 @@ from slurm_jap.transport import Connection, Hub, Received
 
 CAUSE_SECONDS = 10.0
 """How long the end of an engine's connection may wait for jap-run to tell what follows."""
+GOODBYE_SECONDS = 5.0
+"""How long leaving may take."""
 SNAPSHOT_SECONDS = 30.0
 """At least this long between snapshots, and at least 20 times what the last one took ..."""
 SNAPSHOT_STEPS = int(os.environ.get("JAP_SNAPSHOT_STEPS") or 50)
@@ -119,7 +121,8 @@ class RemoteBackend:
                     self._connections = self._connect(news)
         self._stages = int(news["stages"])
         self._device = str(news["engines"][0].get("device", ""))
-        threading.Thread(target=self._watch_control, name="jap-control", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch_control, name="jap-control", daemon=True)
+        self._watcher.start()
         membership.joined(int(news["group"]), self._stages)
 
     def _next_news(self) -> dict[str, Any]:
@@ -374,8 +377,11 @@ class RemoteBackend:
         for connection in self._connections:
             connection.close()
         self._hub.stop()
-        self._control.close()
         self._fail(EngineFault("the trainer is closed; call prepare again"))
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+        self._watcher.join(GOODBYE_SECONDS)  # jap-run has noted that this member left: it may join again
+        self._control.close()
 
 
 def _revive(stage: int, text: str, pickled: bytes) -> BaseException:
