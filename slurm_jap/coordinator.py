@@ -225,11 +225,19 @@ class Coordinator:
                 self._events.write("member_started", member=member.index, node=node, pid=started.pid)
                 self._running[member.index] = started
                 try:
-                    return self._ended(member, await started.wait())
+                    ended = await started.wait()
                 finally:
                     del self._running[member.index]
+                self._outlived(member)
+                return self._ended(member, ended)
             finally:
                 admitted.cancel()
+
+    def _outlived(self, member: Member) -> None:
+        """A training process that goes on without its script serves nobody: tell it to end."""
+        joined = self._joined.get(member.index)
+        if joined is not None:
+            joined.peer.send({"kind": "fault", "reason": f"the script of member {member.index} has ended"})
 
     def _member_environment(self, member: Member) -> dict[str, str]:
         return {

@@ -275,7 +275,7 @@ def check_memory(cluster: SlurmCluster, workdir: Path, inner: str) -> None:
 
 
 def test_a_member_cancelled_as_a_step(cluster: SlurmCluster, workdir: Path) -> None:
-    script = "[ $SLURM_ARRAY_TASK_ID = 1 ] && srun sleep 300\n[ $SLURM_ARRAY_TASK_ID = 2 ] && exit 3\n" + trains(15)
+    script = "[ $SLURM_ARRAY_TASK_ID = 1 ] && exec srun sleep 300\n[ $SLURM_ARRAY_TASK_ID = 2 ] && exit 3\n" + trains(15)
     sweep = submit(cluster, workdir, script, "-c8", array="0-3")
     sweep.wait_for_output("group", 0, 3)
     wait_until(lambda: {"member_1", "sleep"} <= set(sweep.steps()), 30, "steps running")

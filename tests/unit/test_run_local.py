@@ -251,6 +251,14 @@ def test_a_script_may_train_twice_in_turn(tmp_path: Path, engine: Path) -> None:
     assert (tmp_path / "o_0").read_text() == "group  2\n" * 2
 
 
+def test_training_that_outlives_its_script_is_told_to_end(tmp_path: Path, engine: Path) -> None:
+    train = TRAINS.format(seconds=60).replace("exec ", "")
+    script = f"setsid {train.strip()} &\nuntil grep -q group o_4; do sleep 0.1; done\n"
+    code, _, _ = run(tmp_path, script, {"array": "4"})
+    assert code == 0
+    wait_until(lambda: "fault the script of member 4 has ended" in (tmp_path / "o_4").read_text(), 20, "told")
+
+
 def test_prepare_called_twice_is_refused(tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STANDIN_TWICE", "1")
     code, _, _said = run(tmp_path, TRAINS.format(seconds=0.1), {"array": "4"})
