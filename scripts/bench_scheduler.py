@@ -264,8 +264,9 @@ def speed() -> str:
         lines.append(f"{verdict:6}  {name}: {spent:.2f} (<= {limit}), worst {worst:.4f} x bound")
 
     timed("64 uneven members, 8 stages, 8 micro-batches", [uneven(8, 64, 8)], 0.5)
-    timed("1,000 uneven members, 8 pipelines of 8 devices, 8 micro-batches", [uneven(8, 125, 8) for _ in range(8)], 5.0)
-    timed("1,000 uneven members, one pipeline of 64 devices, 8 micro-batches", [uneven(64, 1000, 8)], 5.0)
+    for groups in (8, 4, 2, 1):
+        name = f"1,000 uneven members, {groups} x {64 // groups} devices, 8 micro-batches"
+        timed(name, [uneven(64 // groups, 1000 // groups, 8) for _ in range(groups)], 5.0)
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
 """The scheduler for small arrays: the least period, proven with OR-Tools' CP-SAT (extra ``[exact]``).
 
 Pure but for the solver: no I/O, no torch. For a given period T the question "is there a cyclic schedule?" has a linear
-model: every action starts at ``rest + T * later`` with ``rest`` in [0, T) and ``later`` 0 or 1 (docs/scheduling.md says
-why that suffices). Answers are monotone in T, so a bisection between the best known schedule and the best proven bound
-closes the gap from both sides until it is gone or the time is up.
+model: every action starts at ``rest + T * later`` with ``rest`` in [0, T) and ``later`` 0, 1 or, for some steps, 2
+(docs/scheduling.md says why that suffices). Answers are monotone in T, so a bisection between the best known schedule
+and the best proven bound closes the gap from both sides until it is gone or the time is up.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class _Bisection:
             elif not answer:
                 self.low = target + 1
                 self.proven = max(self.proven, target * self.unit + 1)
+                assert self.proven <= self.best + 1, "the exact scheduler refuted a period that a schedule has"
             target = (self.low + self.high) // 2
         lower = max(self.found.bound.period, self.proven * self.layout.tick if self.proven > self.floor else 0.0)
         period = self.best * self.layout.tick
@@ -145,7 +146,7 @@ class _Model:
         nodes = range(layout.stages * layout.slots)
         barrier = layout.problem.barrier
         self.rest = [self.model.new_int_var(0, period if barrier else period - 1, f"rest{n}") for n in nodes]
-        self.later = [self.model.new_int_var(0, 0 if barrier else 1, f"later{n}") for n in nodes]
+        self.later = [self.model.new_int_var(0, 0 if barrier else self.most_later(n), f"later{n}") for n in nodes]
         self.start = [rest + period * later for rest, later in zip(self.rest, self.later, strict=True)]
         self.stages()
         self.members()
@@ -153,6 +154,11 @@ class _Model:
         if layout.links_queue:
             self.links()
         self.symmetry()
+
+    def most_later(self, node: int) -> int:
+        """A step of a later stage only has to come before that stage's next forward, up to a period later."""
+        stage, slot = divmod(node, self.layout.slots)
+        return 2 if stage and self.layout.kind[slot] is Kind.STEP else 1
 
     def stages(self) -> None:
         """One action at a time; all of a period's fit between the stage's first start and that of the next period."""

@@ -285,11 +285,12 @@ def _interval(problem: Problem, way: _Way, stage: int) -> float:
 
 def _member_path(problem: Problem, way: _Way) -> float:
     """T >= from a member's step on stage a, down to stage b, all its work there, and back up to its step on stage a."""
-    return max(
-        way.down[b] - way.down[a] + _interval(problem, way, b) + way.member.step[a]
-        for b in range(problem.stages)
-        for a in range(b + 1)
-    )
+    longest = begin = 0.0
+    for b in range(problem.stages):
+        # The best a so far: its step, less the way down to it.
+        begin = max(begin, way.member.step[b] - way.down[b]) if b else way.member.step[0]
+        longest = max(longest, begin + way.down[b] + _interval(problem, way, b))
+    return longest
 
 
 def _held_at_once(problem: Problem, member: MemberCost, stage: int) -> int:

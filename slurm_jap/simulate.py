@@ -167,7 +167,7 @@ def run_rule(layout: Layout, rule: Rule, iterations: int) -> Run:
     while events:
         now = events[0] // codes
         limit = (now + 1) * codes
-        touched = set()
+        touched: list[int] = []
         while events and events[0] < limit:
             code = pop(events) - now * codes
             if code < nodes:
@@ -181,10 +181,10 @@ def run_rule(layout: Layout, rule: Rule, iterations: int) -> Run:
                     early[stage][members[slot]].append((iteration * weight + rank[stage][slot]) * slots + slot)
                 else:
                     push(forwards[stage], (iteration * weight + rank[stage][slot]) * slots + slot)
-                touched.add(stage)
+                touched.append(stage)
                 continue
             stage = code - nodes
-            touched.add(stage)
+            touched.append(stage)
             slot = running[stage]
             running[stage] = -1
             kind = kinds[slot]
@@ -216,7 +216,7 @@ def run_rule(layout: Layout, rule: Rule, iterations: int) -> Run:
                 early[stage][member].clear()
                 if stage == 0:
                     release(member, stepped[0][member], now)
-        for stage in sorted(touched):
+        for stage in sorted(set(touched)) if len(touched) > 1 else touched:
             if running[stage] >= 0:
                 continue
             if steps[stage]:

@@ -133,6 +133,8 @@ class Search:
         """The priorities to play, the most promising first."""
         layout = self.layout
         caps, orders = self.cap_choices(), self.member_orders()
+        if self.left < 8 * layout.stages * layout.slots:
+            orders = orders[1:] or orders  # time for one or two only: the order of numbers is rarely the best
         for name, order in orders:
             yield f"rule{name}", plain_rule(layout, order)
         for name, order in orders[:2]:
@@ -228,8 +230,9 @@ class Search:
             self.left -= actions
             self.judge(method, run.start[0], run.end + 1)
             return
-        # Many members in a short pipeline settle within their first iteration.
-        iterations = 6 if actions <= 4000 else 3 if len(layout.problem.members) >= 4 * layout.stages else 4
+        # The more work there is, the smaller the part of an iteration that it takes to settle.
+        many = len(layout.problem.members) >= 4 * layout.stages
+        iterations = 6 if actions <= 4000 else 4 if not many else 3 if actions <= 100_000 else 2
         run = run_rule(layout, rule, iterations)
         self.left -= iterations * actions
         start, following = run.start[iterations - 2], run.start[iterations - 1]

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from hypothesis import given, settings
 from unit import schedule_reference as reference
 
 from slurm_jap import exact as exact_module
@@ -52,7 +53,7 @@ def best_of_all(problem: Problem) -> float:
     return best * layout.tick
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_optimum_is_that_of_enumeration(seed: int) -> None:
     draw = random.Random(seed)
 
@@ -60,7 +61,7 @@ def test_the_optimum_is_that_of_enumeration(seed: int) -> None:
         return draw.randint(1, 20) / 10
 
     members = tuple(
-        MemberCost(forward=(time(), time()), backward=(time(), time()), step=(time() / 4, time() / 4), microbatches=1)
+        MemberCost(forward=(time(), time()), backward=(time(), time()), step=(time(), time()), microbatches=1)
         for _ in range(2)
     )
     problem = Problem(
@@ -114,6 +115,19 @@ def test_queueing_links_bind_the_exact_scheduler_too() -> None:
     validate(problem, solution.schedule)
     assert solution.period == pytest.approx(reference.period(problem, solution.schedule), rel=1e-3)
     assert solution.lower <= solution.period
+
+
+@given(reference.problems(most_stages=3, most_members=3, most_microbatches=2))
+@settings(max_examples=40, deadline=None)
+def test_no_proof_contradicts_a_schedule(problem: Problem) -> None:
+    """The proven bound is below every schedule that anything finds, the answer is never worse than stream's."""
+    quick = stream(problem, work=1)
+    solution = exact(problem, seconds=0.5, start=quick)
+    validate(problem, solution.schedule)
+    assert evaluate(problem, solution.schedule).period == pytest.approx(solution.period, rel=1e-3, abs=1e-4)
+    best = min(quick.period, stream(problem, work=20_000).period)
+    assert solution.lower <= best * (1 + 1e-6)
+    assert solution.period <= quick.period * (1 + 1e-6)
 
 
 def test_it_ends_when_its_time_is_up() -> None:
