@@ -275,7 +275,9 @@ def check_memory(cluster: SlurmCluster, workdir: Path, inner: str) -> None:
 
 
 def test_a_member_cancelled_as_a_step(cluster: SlurmCluster, workdir: Path) -> None:
-    script = "[ $SLURM_ARRAY_TASK_ID = 1 ] && exec srun sleep 300\n[ $SLURM_ARRAY_TASK_ID = 2 ] && exit 3\n" + trains(15)
+    script = "[ $SLURM_ARRAY_TASK_ID = 1 ] && exec srun sleep 300\n[ $SLURM_ARRAY_TASK_ID = 2 ] && exit 3\n" + trains(
+        15
+    )
     sweep = submit(cluster, workdir, script, "-c8", array="0-3")
     sweep.wait_for_output("group", 0, 3)
     wait_until(lambda: {"member_1", "sleep"} <= set(sweep.steps()), 30, "steps running")
@@ -469,3 +471,26 @@ def test_members_train_exactly_as_alone_with_their_stages_on_two_nodes(cluster: 
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     rows = cluster.sacct_steps(sweep.job.id, "engine")
     assert (rows["engine"]["State"], rows["engine"]["NTasks"]) == ("COMPLETED", "2")
+
+
+@pytest.mark.parametrize("how", ["cancel", "requeue"])
+def test_the_real_engine_and_its_members_end_with_the_job(
+    fenced_cluster: SlurmCluster, workdir: Path, how: str
+) -> None:
+    cluster = fenced_cluster
+    (workdir / "train.py").write_text(TRAIN.replace("range(6)", "range(10**6)"))
+    script = 'export OMP_NUM_THREADS=1\nexec "$PYTHON" train.py $SLURM_ARRAY_TASK_ID together\n'
+    sweep = submit(
+        cluster, workdir, script, "-c4", "--gres=gpu:2", "--requeue", array="0-1", stages=2, gres="gpu:2",
+        member_mem_mb=None,
+    )  # fmt: skip
+    sweep.wait_for_output("0x", 0, 1)
+    first = sweep.folder
+    if how == "cancel":
+        sweep.job.cancel()
+    else:
+        cluster.run("scontrol", "requeue", str(sweep.job.id), user="root")
+    wait_until(lambda: not sweep.processes(), KILL_WAIT, "no process of the job is left")
+    states = {e["member"]: e["state"] for e in first.events("run") if e["kind"] == "member_ended"}
+    assert states == dict.fromkeys((0, 1), "CANCELLED" if how == "cancel" else "REQUEUED")
+    sweep.job.cancel()
