@@ -20,6 +20,7 @@ from slurm_jap.errors import EngineFault
 from slurm_jap.measure import Collector, StageReport
 from slurm_jap.profile import Profile
 from slurm_jap.schedule import Kind
+from slurm_jap.selfcheck import make_stage
 from slurm_jap.shipment import Shipment
 from slurm_jap.stage import BatchResult, MemberStage, StepOrder
 from slurm_jap.switches import Switches
@@ -162,7 +163,7 @@ class LocalBackend:
         """See :class:`Backend`."""
         (only,) = shipment.for_stages(1)
         with self._apart():
-            self._stage = MemberStage(only, self._device, copy=False)
+            self._stage = make_stage(only, self._device, copy=False)
         self._collector = Collector(profile, 1)
 
     def _note_profile(self, report: StageReport | None) -> None:

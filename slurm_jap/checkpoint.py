@@ -61,8 +61,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         content = torch.load(target, weights_only=True, map_location="cpu")
     except Exception as error:
         raise UsageError(
-            f"resume({str(path)!r}): not a checkpoint that trainer.save wrote ({type(error).__name__}: {error}); give "
-            "another file, or remove it"
+            f"resume({str(path)!r}): not a checkpoint that trainer.save wrote ({type(error).__name__}); give another "
+            "file, or remove it"
         ) from error
     if not (isinstance(content, dict) and content.keys() >= _KEYS):
         raise UsageError(

@@ -865,7 +865,7 @@ def _exit_with_usage_code() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, traceback: types.TracebackType | None) -> None:
         if isinstance(value, UsageError):
-            print(f"{PREFIX} {value}", file=sys.stderr)
+            print(PREFIX, " ".join(str(value).split()), file=sys.stderr)
             raise SystemExit(USAGE_EXIT_CODE)
         previous(kind, value, traceback)
 

@@ -45,6 +45,7 @@ from slurm_jap import backend, shipping, transport, wire
 from slurm_jap.errors import UsageError
 from slurm_jap.measure import device_name
 from slurm_jap.schedule import Action, Kind, activation_cap
+from slurm_jap.selfcheck import make_stage
 from slurm_jap.stage import Finish, MemberStage, StepOrder
 from slurm_jap.switches import Switches
 from slurm_jap.transport import Connection, Hub, Received
@@ -346,7 +347,7 @@ class Engine:
         lane = Lane(index, token, received.connection)
         lane.quiet_to = quiet_to
         with self._for_member(lane, switches):
-            lane.stage = MemberStage(received.tree(), self.device, copy=True)
+            lane.stage = make_stage(received.tree(), self.device, copy=True)
             if token not in self._gone:  # another stage may have removed it already
                 self._lanes[token] = lane
                 for message in self._early.pop(token, ()):

@@ -236,6 +236,8 @@ class MemberStage:
         self._deferred = False
         self._divisor: float | None = None
         self._finish: Finish | None = None
+        self.watch: Callable[[str, int, list[Tensor]], None] | None = None
+        """Called with every block's number and ``output``, and with the ``gradient`` of each, as they come."""
         self._measurement: Measurement | None = Measurement(device)
         """None once this stage's blocks have been measured."""
 
@@ -325,6 +327,8 @@ class MemberStage:
             self._held[number] = _Held(inputs, [t if t.requires_grad else None for t in trees.tensors(value)])
             return trees.tree_map(lambda leaf, _: _departing(leaf), value)
         scalar = self._forward_loss(order, number, value, trees.to_device(target, self.device))
+        if self.watch is not None:
+            self.watch("output", self._loss_block, [scalar])
         self._held[number] = _Held(inputs, [scalar if scalar.requires_grad else None])
         return None
 
@@ -338,6 +342,8 @@ class MemberStage:
                 value = call_block(block.call, block.number, value)
             switches.apply(Switches.current())
             value = trees.settle(value)
+            if grad and self.watch is not None:
+                self.watch("output", block.number, trees.tensors(value))
             if grad:
                 if self._measurement is not None:
                     self._measurement.output(block.number, value)
@@ -359,6 +365,8 @@ class MemberStage:
                 if self._measurement is not None:
                     self._measurement.gradient_reaches(block)
                 draws.reseed(key, self.device)
+            if self.watch is not None:
+                self.watch("gradient", block, [grad])
             return trees.settled(grad)
 
         for tensor in trees.tensors(value):
