@@ -13,6 +13,7 @@ and the members send again what was lost (see ``remote``). Neighbouring stages t
     F  tree of a micro-batch, forward        B  gradients, backward      (message = (kind, token, serial, micro-batch))
     E  tree of a micro-batch, evaluation     finish / commit             agreement about a step (see ``stage``)
     gone  the member was removed: forget it, whatever of it is still on the way
+    have  where memory is bounded: the command is here and on every later stage (see ``turns``)
 
 A ``token`` names one membership (a member that comes back has a new one), a ``serial`` one command of it.
 """
@@ -41,8 +42,9 @@ from typing import Any, TextIO
 import cloudpickle
 import torch
 
-from slurm_jap import backend, shipping, transport, wire
+from slurm_jap import backend, shipping, transport, turns, wire
 from slurm_jap.errors import UsageError
+from slurm_jap.frozen import Commons, Holding
 from slurm_jap.measure import device_name
 from slurm_jap.schedule import Action, Kind, activation_cap
 from slurm_jap.selfcheck import make_stage
@@ -56,6 +58,10 @@ ACTION_SECONDS = 600.0
 """An action that takes longer will not end (``JAP_ACTION_TIMEOUT``)."""
 CAUSE_SECONDS = 5.0
 """How long an engine whose neighbour vanished waits to be told to end, so that the first cause is the one reported."""
+
+
+_MOVED = object()
+"""In an engine's inbox: a member's state has been moved."""
 
 
 class Marker:
@@ -111,6 +117,7 @@ class Lane:
     def __init__(self, index: int, token: int, connection: Connection) -> None:
         self.index, self.token, self.connection = index, token, connection
         self.stage: MemberStage | None = None
+        self.common: Holding | None = None
         self.commands: deque[Command] = deque()
         self.inbox: dict[tuple[str, int, int], Received] = {}
         """What neighbours sent, by (kind, serial, micro-batch)."""
@@ -209,6 +216,15 @@ class Engine:
         self._switches = Switches.current()
         self._cap = activation_cap(stages, stage)
         self._neighbour_lost = threading.Event()
+        self._commons = Commons(device)
+        self._joining: deque[Received] = deque()
+        """Members that wait for room."""
+        self._turns = turns.from_environment(
+            stage, stages, device, self._commons,
+            wake=lambda: self._inbox.put(_MOVED),
+            announce=lambda token, serial: self._neighbours[stage - 1].send(("have", token, serial, 0)),
+        )  # fmt: skip
+        """None where everything may lie on the device."""
 
     # --- getting connected ------------------------------------------------------------------------------------------
 
@@ -282,10 +298,12 @@ class Engine:
         chosen: tuple[Action, Lane] | None = None
         while True:
             while not self._inbox.empty() or chosen is None:
-                received = self._inbox.get()
+                received = self._wait_for_move() if chosen is None and self._stalled else self._inbox.get()
                 if received is None:
                     return
-                self._note(received)
+                if received is not _MOVED:
+                    self._note(received)
+                del received  # it may hold a whole model
                 if self._inbox.empty():
                     chosen = self._choose()
             self._act(*chosen)
@@ -294,6 +312,10 @@ class Engine:
     def _choose(self) -> tuple[Action, Lane] | None:
         held = sum(lane.stage.activations for lane in self._lanes.values() if lane.stage is not None)
         may_forward = held < self._cap
+        if self._turns is not None:
+            while self._joining and self._turns.room_to_join(turns.total_bytes(self._joining[0].tensors)):
+                self._join(self._joining.popleft())
+            return self._turns.choose(may_forward, bool(self._joining))
         best: tuple[Action, Lane] | None = None
         for lane in self._lanes.values():
             action = lane.urgent
@@ -302,6 +324,17 @@ class Engine:
             if action is not None and (best is None or action < best[0]):
                 best = action, lane
         return best
+
+    @property
+    def _stalled(self) -> bool:
+        return self._turns is not None and self._turns.stalled
+
+    def _wait_for_move(self) -> Any:
+        assert self._turns is not None
+        began = time.perf_counter()
+        received = self._inbox.get()
+        self._turns.residency.waited(time.perf_counter() - began)
+        return received
 
     def _note(self, received: Received) -> None:
         """Take one message in; whose code it concerns, if anybody's, runs later or under that member's name."""
@@ -313,20 +346,38 @@ class Engine:
             else:
                 self._forget(received.connection)
         elif message[0] == "join":
-            self._join(received)
+            if self._turns is None:
+                self._join(received)
+            else:
+                self._joining.append(received)
         elif tag == "member":
             lane = self._lane_of(received.connection)
             if lane is not None:
-                lane.note(received)
+                self._pass_to(lane, received)
+            else:
+                self._too_early(received)
         else:
             token = message[1]
             lane = self._lanes.get(token)
             if message[0] == "gone":
                 self._pass_on_gone(token, peer)
             elif lane is not None:
-                lane.note(received)
+                self._pass_to(lane, received)
             elif token not in self._gone:
                 self._early.setdefault(token, []).append(received)
+
+    def _pass_to(self, lane: Lane, received: Received) -> None:
+        lane.note(received)
+        if self._turns is not None:
+            assert received.message is not None
+            own = received.connection is lane.connection
+            self._turns.noted(lane, received.message[0], 0 if own else received.message[3])
+
+    def _too_early(self, received: Received) -> None:
+        """A command of a member that still waits for room: it comes right behind ``join``."""
+        for waiting in self._joining:
+            if waiting.connection is received.connection and waiting.message is not None:
+                self._early.setdefault(waiting.message[1], []).append(received)
 
     def _lane_of(self, connection: Connection) -> Lane | None:
         return next((lane for lane in self._lanes.values() if lane.connection is connection), None)
@@ -346,33 +397,47 @@ class Engine:
         _, index = received.connection.tag
         lane = Lane(index, token, received.connection)
         lane.quiet_to = quiet_to
+        lane.common = self._commons.holding()
         with self._for_member(lane, switches):
-            lane.stage = make_stage(received.tree(), self.device, copy=True)
-            if token not in self._gone:  # another stage may have removed it already
+            lane.stage = make_stage(received.tree(), self.device, copy=True, common=lane.common)
+            if token in self._gone:  # another stage has removed it already
+                lane.common.leave()
+            else:
                 self._lanes[token] = lane
+                if self._turns is not None:
+                    self._turns.joined(lane)
                 for message in self._early.pop(token, ()):
                     self._note(message)
                 received.connection.send(("joined",))
 
     def _forget(self, connection: Connection) -> None:
+        self._joining = deque(waiting for waiting in self._joining if waiting.connection is not connection)
         lane = self._lane_of(connection)
         if lane is not None:
             self._remove(lane)
 
     def _remove(self, lane: Lane) -> None:
         """Drop all of a member here and tell the neighbours, so that nobody waits for it."""
-        self._lanes.pop(lane.token, None)
-        self._early.pop(lane.token, None)
+        self._drop(lane.token)
+        if lane.common is not None:
+            lane.common.leave()
         self._gone.append(lane.token)
         for neighbour in self._neighbours.values():
             neighbour.send(("gone", lane.token, 0, 0))
+
+    def _drop(self, token: int) -> Lane | None:
+        self._early.pop(token, None)
+        if self._turns is not None:
+            self._turns.left(token)
+        return self._lanes.pop(token, None)
 
     def _pass_on_gone(self, token: int, source: int) -> None:
         if token in self._gone:
             return
         self._gone.append(token)
-        self._lanes.pop(token, None)
-        self._early.pop(token, None)
+        lane = self._drop(token)
+        if lane is not None and lane.common is not None:
+            lane.common.leave()
         for stage, neighbour in self._neighbours.items():
             if stage != source:
                 neighbour.send(("gone", token, 0, 0))
@@ -414,6 +479,10 @@ class Engine:
             order, switches = command.arguments[1], command.arguments[2]
         else:
             order, switches = None, self._switches
+        if self._turns is not None:
+            self._turns.begins(lane)
+        if lane.common is not None:
+            lane.common.act()
         with self._for_member(lane, switches):
             command.open()
             if command.kind == "step":
@@ -427,7 +496,11 @@ class Engine:
             else:
                 self._act_other(lane, stage, command)
                 lane.commands.popleft()
+            if lane.common is not None:
+                lane.common.acted(idle=stage.activations == 0)
             lane.changed()
+            if self._turns is not None and not (lane.commands and lane.commands[0] is command):
+                self._turns.ended(lane, command)
 
     def _act_step(self, lane: Lane, stage: MemberStage, command: Command, order: StepOrder, action: Action) -> None:
         serial, number = command.serial, action.microbatch
@@ -483,22 +556,29 @@ class Engine:
         command.forwarded += 1
         last_one = command.forwarded == len(order.sizes)
         if not stage.last:
-            self._neighbours[self.stage + 1].send(("E", lane.token, serial, number), output)
+            # What shows a parameter or a buffer must be on its way before the member's state may be moved.
+            copy = self._turns is not None
+            self._neighbours[self.stage + 1].send(("E", lane.token, serial, number), output, copy=copy)
         else:
             target = None if command.targets is None else command.targets[number]
             command.answers.append(backend.answer(output, target, order, number, lane.metrics, self.device))
             if last_one:
-                lane.connection.send(("part", serial, "outputs"), command.answers)
+                lane.connection.send(("part", serial, "outputs"), command.answers, copy=self._turns is not None)
         if last_one:
             lane.commands.popleft()
 
     def _act_other(self, lane: Lane, stage: MemberStage, command: Command) -> None:
         if command.kind == "metric":
             _, number, data = command.arguments
-            lane.metrics = {number: shipping.load(data, command.inputs or [], self.device)}
+            lane.metrics = {number: shipping.load(data, command.inputs or [], lambda tensor: tensor.to(self.device))}
         elif command.kind == "pull":
             serial, what = command.arguments
-            lane.connection.send(("part", serial, str(self.stage)), backend.pull_from(stage, what))
+            if what == turns.MEMORY:
+                everybody = [lane.stage for lane in self._lanes.values() if lane.stage is not None]
+                pulled: dict[str, Any] = {str(self.stage): turns.memory_report(everybody, self._commons, self._turns)}
+            else:
+                pulled = backend.pull_from(stage, what)
+            lane.connection.send(("part", serial, str(self.stage)), pulled)
         elif command.kind == "snapshot":
             lane.connection.send(("part", command.serial, str(self.stage)), stage.snapshot())
         elif command.kind == "load":

@@ -131,7 +131,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._place = place
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) in (Tensor, nn.Parameter, nn.Buffer):
+        if type(obj) in (Tensor, nn.Parameter, nn.Buffer) or getattr(type(obj), "travels_as_parameter", False):
             return self._place(obj)
         return None
 
@@ -220,12 +220,18 @@ def dump(obj: Any, what: str, meta: Callable[[Tensor], bool] = lambda tensor: Fa
     return file.getvalue(), found
 
 
-def load(data: bytes, found: Sequence[Tensor], device: torch.device | None = None) -> Any:
+def load(
+    data: bytes,
+    found: Sequence[Tensor],
+    put: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    frozen: Callable[[Tensor], nn.Parameter] | None = None,
+) -> Any:
     """Inverse of :func:`dump`: new parameters over the given tensors, one object per original object.
 
     Args:
-        found: the tensors that :func:`dump` gave; they are used as they are where ``device`` is None.
-        device: where they shall lie.
+        found: the tensors that :func:`dump` gave.
+        put: where each shall lie; as it is, if nothing is said.
+        frozen: makes a parameter that requires no gradient, from the tensor as it was given.
     """
     made: dict[int, Tensor] = {}
 
@@ -233,9 +239,10 @@ def load(data: bytes, found: Sequence[Tensor], device: torch.device | None = Non
         kind, requires_grad, extra, number, index, shape = pid
         tensor = made.get(number)
         if tensor is None:
-            base = torch.empty(shape[0], dtype=shape[1], device="meta") if index is None else found[index]
-            if device is not None and index is not None:
-                base = base.to(device)
+            if kind == "p" and not requires_grad and index is not None and frozen is not None:
+                made[number] = tensor = frozen(found[index])
+                return tensor
+            base = torch.empty(shape[0], dtype=shape[1], device="meta") if index is None else put(found[index])
             if kind == "p":
                 tensor = nn.Parameter(base, requires_grad=requires_grad)
             elif kind == "b":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils import _foreach_utils
 from slurm_jap import draws, microbatch, shipping, trees
 from slurm_jap.blocks import autocasting, call_block
 from slurm_jap.errors import UsageError
+from slurm_jap.frozen import Holding
 from slurm_jap.measure import Measurement, StageReport
 from slurm_jap.schedule import Kind
 from slurm_jap.shipment import OptimizerParts, StageShipment, take_apart
@@ -177,11 +178,14 @@ class _Block:
 class MemberStage:
     """See the module's text. Not thread-safe: one thread acts at a time."""
 
-    def __init__(self, shipment: StageShipment, device: torch.device, *, copy: bool) -> None:
+    def __init__(
+        self, shipment: StageShipment, device: torch.device, *, copy: bool, common: Holding | None = None
+    ) -> None:
         """Put a shipment on ``device``.
 
         Args:
             copy: whether the shipment's tensors belong to somebody else.
+            common: where frozen parameters are looked for that siblings have too.
 
         Raises:
             Exception: whatever the user's classes raise when they are unpickled.
@@ -194,9 +198,11 @@ class MemberStage:
         bare = [dataclasses.replace(block, data=b"", tensors=[]) for block in shipment.blocks]
         self._shipment = dataclasses.replace(shipment, blocks=bare, optimizer=(b"", []), after_step=None)
 
+        self.common = common
+
         def place(data: bytes, found: Sequence[Tensor]) -> Any:
-            tensors = [t.to(device, copy=copy) for t in found]
-            return shipping.load(data, tensors)
+            frozen = None if common is None else common.parameter
+            return shipping.load(data, found, lambda tensor: tensor.to(device, copy=copy), frozen)
 
         everything = [_Block(b.number, place(b.data, b.tensors)) for b in shipment.blocks]
         self._everything = everything
@@ -288,7 +294,10 @@ class MemberStage:
         if order.trainable != self._trainable:
             for block in self._everything:
                 for name, parameter in block.parameters.items():
-                    parameter.requires_grad_(order.trainable[self._order[name]])
+                    trainable = order.trainable[self._order[name]]
+                    if trainable and self.common is not None:
+                        self.common.own(parameter)
+                    parameter.requires_grad_(trainable)
             self._trainable = order.trainable
         if self.last:
             assert targets is not None
@@ -620,6 +629,33 @@ class MemberStage:
                 state[number] = _on_host(own)
         return state
 
+    @property
+    def optimizer_slots(self) -> int:
+        """Parameters for which the optimizer has made its state."""
+        return 0 if self._optimizer is None else len(self._optimizer.state)
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """All that this member keeps on its device between two batches, but for what it has in common with siblings.
+
+        Parameters, gradients, buffers, the optimizer's and after_step's state; a tensor may come twice.
+        """
+        modules: dict[int, nn.Module] = {}
+        for block in self._everything:
+            modules.update((id(module), module) for _, module in block.modules)
+            if isinstance(block.call, nn.Module):
+                modules.update((id(module), module) for module in block.call.modules())
+            for parameter in block.parameters.values():
+                if self.common is None or not self.common.shares(parameter):
+                    yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+            yield from block.buffers.values()
+        for module in modules.values():
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+        state = self._optimizer.state.values() if self._optimizer is not None else ()
+        for found in (list(state), self.after_step_result):
+            yield from _tensors_in(found)
+
     def snapshot(self) -> StageShipment:
         """All of this stage between two steps, on the host: put on a device again, it goes on where this one was."""
 
@@ -662,6 +698,8 @@ class MemberStage:
             homes = block.homes
             for name, parameter in block.parameters.items():
                 if name in state:
+                    if self.common is not None:
+                        self.common.own(parameter)
                     parameter.copy_(state[name])
             for name, buffer in block.buffers.items():
                 if name in state and id(buffer) in homes:
@@ -699,6 +737,17 @@ def _same_value(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _on_host(values: dict[Any, Any]) -> dict[Any, Any]:
