@@ -519,7 +519,7 @@ end
 -- The carried script, byte for byte what carried.build writes without #SBATCH lines.
 local FACTS = {
    "array", "output", "error", "input", "open_mode", "script_name", "stages", "groups", "member_cpus", "member_mem_mb",
-   "member_time_min", "gres", "at_once",
+   "member_time_min", "memory_per_device_mb", "gres", "at_once",
 }
 
 function jap.carry(python, facts, script)
@@ -912,6 +912,7 @@ local function edits_for(jd, parts, conf, script, asked, fault)
       member_cpus = wanted.member_cpus,
       member_mem_mb = wanted.member_memory,
       member_time_min = wanted.member_time,
+      memory_per_device_mb = asked["--memory-per-device"],
       gres = wanted.gres,
       at_once = wanted.at_once,
    }

@@ -48,6 +48,8 @@ class Carried:
     """Host memory of one member's process, MiB; None: not limited per member."""
     member_time_min: int | None = None
     """The member's own time limit, minutes (what the array task would have had)."""
+    memory_per_device_mb: int | None = None
+    """What members' states may take on one device, MiB; None: no bound."""
     gres: str = ""
     """The engine step's explicit ``--gres`` per node, e.g. ``gpu:4``; empty: no GPUs."""
     at_once: int | None = None

@@ -159,6 +159,7 @@ def carried(
         script_name=script_name,
         stages=stages,
         groups=groups,
+        memory_per_device_mb=asked.memory_per_device,
     )
     if request is None:
         return facts

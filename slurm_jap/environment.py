@@ -12,6 +12,8 @@ ENV_JOB_ID = "JAP_JOB_ID"
 """Job id that the other JAP_* variables belong to: a job submitted from inside a member inherits them, in vain."""
 ENV_NODE = "JAP_NODE"
 """Name of the node a process was started on, as the launcher knows it: same name, unix sockets; else TCP."""
+ENV_DEVICE_MEMORY = "JAP_DEVICE_MEMORY"
+"""Bytes that members' states may take on each device; unset: no bound. For engines."""
 ENV_SOCKET_DIR = "JAP_SOCKET_DIR"
 """Node-local 0700 folder for unix sockets; unset: the process makes its own."""
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from slurm_jap import array_spec, filename_pattern, step, wire
 from slurm_jap.carried import Carried
+from slurm_jap.environment import ENV_DEVICE_MEMORY
 from slurm_jap.errors import UsageError
 from slurm_jap.sweep import Member, MemberState, Sweep
 
@@ -214,8 +215,12 @@ def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in step.without_coercion(environment).items() if k not in _SET_FOR_EACH}
 
 
-def engine_environment(own: Mapping[str, str], request: EngineRequest, added: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(
+    own: Mapping[str, str], request: EngineRequest, added: Mapping[str, str], facts: Carried
+) -> dict[str, str]:
     """The engine's environment: the member's, with the launcher's own SLURM_*, JAP_* and device variables."""
     launchers = LAUNCHERS_OWN + DEVICE_VARIABLES
     kept = {k: v for k, v in request.environment.items() if not k.startswith(launchers)}
-    return kept | {k: v for k, v in own.items() if k.startswith(launchers)} | dict(added)
+    bound = facts.memory_per_device_mb
+    asked = {} if bound is None else {ENV_DEVICE_MEMORY: str(bound << 20)}
+    return kept | {k: v for k, v in own.items() if k.startswith(launchers)} | asked | dict(added)

@@ -108,7 +108,9 @@ class LocalLauncher:
         with self._log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 request.executable, "-m", ENGINE_MODULE, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                env=launch.engine_environment(self._own, request, {**environment, "JAP_NODE": self.nodes[0].name}),
+                env=launch.engine_environment(
+                    self._own, request, {**environment, "JAP_NODE": self.nodes[0].name}, self._facts
+                ),
                 cwd=request.cwd, start_new_session=True,
             )  # fmt: skip
         return _Child(process, None, self._grace)

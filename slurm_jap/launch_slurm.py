@@ -307,7 +307,7 @@ class SlurmLauncher:
         with self._log.open("ab") as log:
             spawn = functools.partial(
                 self._step, ENGINE_STEP, options, [request.executable, "-m", ENGINE_MODULE],
-                launch.engine_environment(self._own, request, environment), orders,
+                launch.engine_environment(self._own, request, environment, self._facts), orders,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
             started = _Step(spawn)

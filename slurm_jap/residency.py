@@ -27,8 +27,6 @@ from torch import Tensor
 from slurm_jap.errors import UsageError
 from slurm_jap.frozen import unique_bytes
 
-ENV_BOUND = "JAP_DEVICE_MEMORY"
-"""Bytes that members' states may take on each device; unset: no bound."""
 _MIB = 1 << 20
 
 

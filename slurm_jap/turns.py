@@ -36,8 +36,9 @@ from typing import Any, Protocol
 
 import torch
 
+from slurm_jap.environment import ENV_DEVICE_MEMORY
 from slurm_jap.frozen import Commons, unique_bytes
-from slurm_jap.residency import ENV_BOUND, Place, Residency, size_of
+from slurm_jap.residency import Place, Residency, size_of
 from slurm_jap.schedule import Action
 from slurm_jap.stage import MemberStage
 
@@ -324,7 +325,7 @@ def from_environment(
     announce: Callable[[int, int], None],
 ) -> Turns | None:
     """The turns of one stage where a bound is set."""
-    bound = int(os.environ.get(ENV_BOUND) or 0)
+    bound = int(os.environ.get(ENV_DEVICE_MEMORY) or 0)
     if bound <= 0:
         return None
     residency = Residency(bound, device, stage=stage, common=lambda: commons.bytes, wake=wake)

@@ -13,8 +13,8 @@ from array_harness import alone, same_bits, together
 from torch import Tensor, nn
 
 import slurm_jap as jap
+from slurm_jap.environment import ENV_DEVICE_MEMORY
 from slurm_jap.frozen import Commons, SharedParameter, unique_bytes
-from slurm_jap.residency import ENV_BOUND
 
 WIDTH = 32
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_members_that_share_write_and_unfreeze_equal_themselves_alone(stages: in
         5: functools.partial(train, 5, functools.partial(Target, by_data)),
         6: functools.partial(train, 6, functools.partial(Target, by_state)),
     }
-    variables = {ENV_BOUND: str(200_000 // stages)} if bounded else {}
+    variables = {ENV_DEVICE_MEMORY: str(200_000 // stages)} if bounded else {}
     outcome = together(members, stages=stages, engine_variables=variables, seconds=90.0)
     assert outcome.code == 0, outcome
     for index, function in members.items():

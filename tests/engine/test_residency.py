@@ -14,7 +14,7 @@ from array_harness import alone, same_bits, together
 from torch import nn
 
 import slurm_jap as jap
-from slurm_jap.residency import ENV_BOUND
+from slurm_jap.environment import ENV_DEVICE_MEMORY
 
 pytestmark = pytest.mark.engine
 
@@ -102,7 +102,7 @@ def by_itself(seed: int, **options: Any) -> Any:
 def test_members_that_take_turns_on_the_device_equal_themselves_alone(stages: int, fit: int) -> None:
     members = {i: functools.partial(train, i) for i in range(MEMBERS)}
     bound = fit * state_bytes(stages) + 4096
-    outcome = together(members, stages=stages, engine_variables={ENV_BOUND: str(bound)}, seconds=90.0)
+    outcome = together(members, stages=stages, engine_variables={ENV_DEVICE_MEMORY: str(bound)}, seconds=90.0)
     assert outcome.code == 0, outcome
     for index in members:
         same_bits(outcome.answers[index], by_itself(index))
@@ -112,7 +112,7 @@ def test_members_that_take_turns_on_the_device_equal_themselves_alone(stages: in
 def test_gradients_that_are_accumulated_move_too(stages: int) -> None:
     members = {i: functools.partial(train, i, steps=2, accumulate=3) for i in range(3)}
     bound = state_bytes(stages) + 4096
-    outcome = together(members, stages=stages, engine_variables={ENV_BOUND: str(bound)}, seconds=90.0)
+    outcome = together(members, stages=stages, engine_variables={ENV_DEVICE_MEMORY: str(bound)}, seconds=90.0)
     assert outcome.code == 0, outcome
     for index, function in members.items():
         same_bits(outcome.answers[index], alone(function))
@@ -121,7 +121,7 @@ def test_gradients_that_are_accumulated_move_too(stages: int) -> None:
 def test_what_lies_on_the_device_stays_within_the_bound_and_moves_are_counted() -> None:
     members = {i: functools.partial(train, i, memory=True) for i in range(4)}
     bound = 2 * state_bytes(1) + 4096
-    outcome = together(members, stages=1, engine_variables={ENV_BOUND: str(bound)}, seconds=90.0)
+    outcome = together(members, stages=1, engine_variables={ENV_DEVICE_MEMORY: str(bound)}, seconds=90.0)
     assert outcome.code == 0, outcome
     for answer in outcome.answers.values():
         report = answer["memory"]["0"]
@@ -151,7 +151,7 @@ def test_a_member_that_can_never_fit_is_refused_and_its_siblings_go_on() -> None
     members: dict[int, Any] = {i: functools.partial(train, i) for i in range(2)}
     members[2], members[3] = functools.partial(large, 2), functools.partial(grows, 3)
     bound = state_bytes(1) + 4096
-    outcome = together(members, stages=1, engine_variables={ENV_BOUND: str(bound)}, seconds=90.0)
+    outcome = together(members, stages=1, engine_variables={ENV_DEVICE_MEMORY: str(bound)}, seconds=90.0)
     assert outcome.codes[0] == outcome.codes[1] == 0, outcome
     for index in (0, 1):
         same_bits(outcome.answers[index], by_itself(index))
@@ -196,7 +196,7 @@ def test_a_member_that_fails_or_leaves_in_its_turn_makes_room() -> None:
     members.update({2: functools.partial(fails, 2), 3: functools.partial(leaves, 3), 4: functools.partial(fails, 4)})
     for stages in (1, 2):
         bound = state_bytes(stages) + 4096
-        outcome = together(members, stages=stages, engine_variables={ENV_BOUND: str(bound)}, seconds=90.0)
+        outcome = together(members, stages=stages, engine_variables={ENV_DEVICE_MEMORY: str(bound)}, seconds=90.0)
         assert [outcome.codes[i] for i in range(5)] == [0, 0, 1, 0, 1], outcome
         for index in (0, 1):
             same_bits(outcome.answers[index], by_itself(index))

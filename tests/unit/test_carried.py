@@ -28,6 +28,7 @@ facts_given = st.builds(
     member_cpus=count,
     member_mem_mb=count,
     member_time_min=count,
+    memory_per_device_mb=count,
     at_once=count,
 )
 

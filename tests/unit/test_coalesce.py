@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_jap import array_spec, carried, coalesce, resources, sbatch_options
+from slurm_jap import array_spec, carried, coalesce, launch, resources, sbatch_options
 from slurm_jap.coalesce import Coalesced, Plain
 from slurm_jap.jap_options import JapOptions
 from slurm_jap.resources import Limits, NodeClass
@@ -103,6 +103,14 @@ def test_options_of_the_script_stay_in_force_and_ours_replace_theirs() -> None:
         gres="gpu:2",
         at_once=4,
     )
+
+
+def test_the_bound_on_device_memory_is_carried() -> None:
+    facts = decided(ARRAY, asked=JapOptions(memory_per_device=2048)).facts
+    assert facts.memory_per_device_mb == 2048
+    request = launch.EngineRequest(executable="python", cwd="/", environment={"JAP_DEVICE_MEMORY": "1", "A": "b"})
+    assert launch.engine_environment({}, request, {}, facts) == {"JAP_DEVICE_MEMORY": str(2 << 30), "A": "b"}
+    assert launch.engine_environment({}, request, {}, decided(ARRAY).facts) == {"A": "b"}
 
 
 def test_a_comment_of_the_users_own_is_kept() -> None:

@@ -235,6 +235,7 @@ BODIES = [
     "#JAP --stages\n", "#JAP --stages=\n", "#JAP --stages=0\n", "#JAP --stages=x\n", "#JAP --stages=1.5\n",
     "#JAP --stages=-1\n", "#JAP --stage=4\n", "#JAP stages=4\n", "#JAP 4\n", "#JAP -s 4\n", "#JAP --shared-job-id\n",
     "#JAP --shared-job-id=1\n", "#JAP --shared-job-id yes\n", "#JAP --member-mem=2G --member-cpus=3\n",
+    "#JAP --memory-per-device=40G\n", "#JAP --memory-per-device=0\n", "#JAP --memory-per-device\n",
     "#JAP --member-mem=2GB\n", "#JAP --member-mem=1025K\n", "#JAP --member-mem=0\n", "#JAP --member-mem=2P\n",
     "#JAP --member-mem ' 2g '\n", "#JAP --stages=2\n#JAP --stages=3\n", "#JAP --stages\n#JAP 3\n",
     "#JAP --stages --groups=2\n", "#JAP --stages=2 # four would do\n", "#JAP --stages=2#3\n", "#JAP '--stages=2'\n",
@@ -348,7 +349,8 @@ def test_the_carried_script_is_what_carried_builds(lua: Lua) -> None:
     full = carried.Carried(
         array="0-7%2", output="/a b/%A_%a.out", error="/e%%", input="in.%a", open_mode="append",
         script_name="it's a \"t\".sh", stages=4, groups=2,
-        member_cpus=8, member_mem_mb=2**31, member_time_min=30, gres="gpu:a100:4", at_once=3,
+        member_cpus=8, member_mem_mb=2**31, member_time_min=30, memory_per_device_mb=40960,
+        gres="gpu:a100:4", at_once=3,
     )  # fmt: skip
     texts = [
         b"#!/bin/bash\n#JAP\n",
@@ -438,7 +440,7 @@ SIZES: list[dict[str, str]] = [
 ]
 ASKED = [
     "", "--stages=2", "--stages=4 --groups=2", "--groups=3", "--stages=16", "--stages=64",
-    "--member-mem=500 --member-cpus=2", "--member-cpus=40", "--member-mem=300G",
+    "--member-mem=500 --member-cpus=2", "--memory-per-device=2G", "--member-cpus=40", "--member-mem=300G",
 ]  # fmt: skip
 ARRAYS = ["0-7", "0-7%3", "5", "0-46"]
 NODE = resources.NodeClass(count=8, cpus=64, memory_mb=256 * 1024)
@@ -479,6 +481,7 @@ def test_sizes_agree_with_resources(lua: Lua, prefix: str) -> None:
             member_cpus=expected.member_cpus,
             member_mem_mb=expected.member_memory_mb,
             member_time_min=expected.member_time_min,
+            memory_per_device_mb=wishes.memory_per_device,
             gres=expected.gres,
             at_once=expected.at_once,
         ), case
