@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from slurm_jap import array_spec, filename_pattern, planner, resources, sbatch_options
 from slurm_jap.array_spec import ArraySpec
@@ -16,8 +16,7 @@ from slurm_jap.carried import Carried
 from slurm_jap.environment import ENV_MEMBER, SWEEP_VARIABLES
 from slurm_jap.errors import JapError
 from slurm_jap.jap_options import JapOptions
-from slurm_jap.planner import Plan
-from slurm_jap.profile import Profile
+from slurm_jap.planner import Earlier, Plan
 from slurm_jap.resources import Limits, MemberRequest, Request
 from slurm_jap.sbatch_options import Given, Submission
 
@@ -181,7 +180,7 @@ def decide(
     spec: ArraySpec,
     limits: Limits,
     slurm: tuple[int, int],
-    profiles: Sequence[tuple[Profile, Sequence[int]]] = (),
+    earlier: Earlier | None = None,
 ) -> Coalesced:
     """The coalesced job of an array whose script has opted in.
 
@@ -190,7 +189,7 @@ def decide(
         asked: what ``#JAP`` lines and ``--jap-*`` options say.
         limits: of the partition; without knowledge of it, empty ones.
         slurm: the cluster's version.
-        profiles: what earlier runs of the script measured, with the array indices that each holds for, newest first.
+        earlier: what earlier runs of the script measured; None: nothing.
 
     Raises:
         Plain: it stays a plain array.
@@ -202,7 +201,7 @@ def decide(
     if reason is not None:
         raise Plain(reason)
     member = member_request(submission)
-    known = planner.known(spec.indices, profiles, member.gpus > 0)
+    known = planner.known(spec.indices, earlier or Earlier(), member.gpus > 0)
     plan = None
     try:
         if known is None:

@@ -10,7 +10,7 @@ from slurm_jap import array_spec, coalesce, conf, profile_cache, sbatch_options
 from slurm_jap.coalesce import Coalesced, Plain
 from slurm_jap.conf import PartitionConf
 from slurm_jap.jap_options import JapOptions
-from slurm_jap.profile import Profile
+from slurm_jap.planner import Earlier
 from slurm_jap.resources import Limits
 from slurm_jap.sbatch_options import Given, NotUnderstood, Submission
 from slurm_jap.slurm import Commands, Config, SlurmError
@@ -22,9 +22,13 @@ def value(options: dict[str, Given], name: str) -> str:
     return (options[name].value or "") if name in options else ""
 
 
-def known_profiles(script: Script, arguments: Sequence[str]) -> list[tuple[Profile, Sequence[int]]]:
-    """What earlier runs of the script measured, with the array indices that it holds for, newest first."""
-    return [(entry.profile, entry.members) for entry in profile_cache.load(script.text, arguments)]
+def known_profiles(script: Script, arguments: Sequence[str]) -> Earlier:
+    """What earlier runs of the script measured, with these arguments if there were any."""
+    entries = profile_cache.load(script.text, arguments)
+    return Earlier(
+        entries=[(entry.profile, entry.members) for entry in entries],
+        same_arguments=all(entry.arguments == tuple(arguments) for entry in entries),
+    )
 
 
 def read(line: CommandLine, script: Script) -> tuple[Submission, JapOptions | None]:
@@ -54,13 +58,13 @@ def decide(
     asked: JapOptions,
     *,
     explaining: bool,
-    entries: Sequence[tuple[Profile, Sequence[int]]],
+    earlier: Earlier,
 ) -> tuple[Coalesced, str | None]:
     """The job; and, when explaining, what Slurm did not answer.
 
     Args:
         explaining: nothing will be submitted, so that Slurm's silence is no reason for a plain array.
-        entries: what is known of the script's networks, see ``known_profiles``.
+        earlier: what is known of the script's networks.
 
     Raises:
         Plain: it stays an array.
@@ -86,6 +90,8 @@ def decide(
     if site is not None:
         most = site.max_time_minutes if limits.max_time_min is None else min(limits.max_time_min, site.max_time_minutes)
         limits = dataclasses.replace(limits, max_time_min=most)
+    if not earlier.same_arguments and any(one.block_count < (asked.stages or 1) for one, _ in earlier.entries):
+        earlier = Earlier()  # with other arguments it may well be a deeper network
     spec = coalesce.parse_array(
         options,
         config.max_array_size if config else array_spec.DEFAULT_MAX_ARRAY_SIZE,
@@ -96,7 +102,7 @@ def decide(
     if site is not None and len(spec) > site.max_members:
         raise Plain(f"{len(spec)} members are more than MaxMembers={site.max_members} of jap.conf; split the array")
     slurm = config.version if config else (24, 11)
-    job = coalesce.decide(submission, script.text, script.name, asked, spec, limits, slurm, entries)
+    job = coalesce.decide(submission, script.text, script.name, asked, spec, limits, slurm, earlier)
     return job, unknown
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from slurm_jap import coalesce, decision, explain, jap_options, planner, profile_cache
 from slurm_jap.coalesce import Plain
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
-from slurm_jap.planner import Plan
+from slurm_jap.planner import Earlier, Plan
 from slurm_jap.submit_input import part, read_script
 
 PLAIN_EXIT_CODE = 1
@@ -90,17 +90,17 @@ def _main(argv: list[str]) -> int:
         word = next(iter(sorted(line.flags)), "--jap-check-conf")
         raise UsageError(f"{word} is for jap-submit; type jap-plan [sbatch's options] SCRIPT")
     script = read_script(line)
-    entries = decision.known_profiles(script, line.arguments)
+    earlier = decision.known_profiles(script, line.arguments)
     if own.profile is not None:
         entry = profile_cache.read_named(own.profile)
-        entries = [(entry.profile, entry.members)]
+        earlier = Earlier(entries=[(entry.profile, entry.members)])
     try:
         submission, asked = decision.read(line, script)
         options = submission.effective()
         if not decision.value(options, "array"):
             raise UsageError("it is not an array: give --array=0-7, say")
         job, unknown = decision.decide(
-            submission, script, asked or jap_options.JapOptions(), explaining=True, entries=entries
+            submission, script, asked or jap_options.JapOptions(), explaining=True, earlier=earlier
         )
     except Plain as reason:
         return _plain(str(reason), own)

@@ -66,6 +66,8 @@ class Known:
     """Distinct ones."""
     of_member: tuple[int, ...]
     """Per member, by position, which of ``profiles`` is its own."""
+    same_arguments: bool = True
+    """Whether the script had the same arguments then: others may make another network of it."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -131,14 +133,24 @@ class Plan:
     """The fullest group, as the scheduler sees it."""
 
 
-def known(indices: Sequence[int], entries: Sequence[tuple[Profile, Sequence[int]]], gpus: bool) -> Known | None:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What earlier runs of a script left."""
+
+    entries: Sequence[tuple[Profile, Sequence[int]]] = ()
+    """Each profile with the array indices that had it, newest first."""
+    same_arguments: bool = True
+    """Whether the script had the same arguments then."""
+
+
+def known(indices: Sequence[int], earlier: Earlier, gpus: bool) -> Known | None:
     """Match an array's members with the profiles of earlier runs; None: there are none.
 
     Args:
         indices: of the array.
-        entries: each profile with the array indices that had it, newest first.
         gpus: whether members ask for GPUs.
     """
+    entries = earlier.entries
     fit = [entry for entry in entries if (entry[0].device != "cpu") == gpus]
     notes = []
     if not fit:
@@ -147,6 +159,8 @@ def known(indices: Sequence[int], entries: Sequence[tuple[Profile, Sequence[int]
         # Times on another device tell the ratios between blocks, no more.
         fit = [(dataclasses.replace(found, measured=False, device_bytes=None), whose) for found, whose in entries]
         notes.append(f"the profile is of {entries[0][0].device}, not of what this array asks for")
+    if not earlier.same_arguments:
+        notes.append("the profile is of a run with other arguments of the script")
     # Of several runs the newest on each network; a member that none knows is taken for the slowest.
     profiles: list[Profile] = []
     place: dict[int, int] = {}
@@ -166,6 +180,7 @@ def known(indices: Sequence[int], entries: Sequence[tuple[Profile, Sequence[int]
     return Known(
         profiles=tuple(profiles[number] for number in used),
         of_member=tuple(used.index(number) for number in of_member),
+        same_arguments=earlier.same_arguments,
         notes=tuple(notes),
     )
 
@@ -322,7 +337,8 @@ class _Chooser:
         asked = self.asked
         most = min(self.model.blocks, self.budget, MOST_STAGES)
         # Whoever asks for several GPUs may need them: shallower pipelines only where it is known what fits a device.
-        least = self.own if self.device_limit is None and self.member.gpus else 1
+        sure = self.device_limit is not None and self.known.same_arguments
+        least = 1 if sure or not self.member.gpus else self.own
         if asked.stages is not None:
             stages = [asked.stages]
         else:
@@ -368,8 +384,8 @@ class _Chooser:
             return dataclasses.replace(found, refused=f"more devices than the array asks for ({asked})")
         if self.device_limit is not None and memory > self.device_limit:
             refused = (
-                "needs offload to host memory, which the engine does not do yet: "
-                f"a device would hold {in_bytes(memory)} of one member, and has {in_bytes(self.device_limit)}"
+                "one member alone needs offload to host memory, which is not planned with: "
+                f"a device would hold {in_bytes(memory)} of it, and has {in_bytes(self.device_limit)}"
             )
             return dataclasses.replace(found, refused=refused)
         return found

@@ -97,8 +97,8 @@ def _main(argv: list[str]) -> int:
             raise Plain(_NO_ARRAY)
         if asked is None:
             raise Plain("its script has no #JAP line (nor is there a --jap option)")
-        entries = decision.known_profiles(script, line.arguments)
-        job, unknown = decision.decide(submission, script, asked, explaining=explaining, entries=entries)
+        earlier = decision.known_profiles(script, line.arguments)
+        job, unknown = decision.decide(submission, script, asked, explaining=explaining, earlier=earlier)
         if not explaining:
             _check_output_folders(job, options, script)
             text = _build(job, script)

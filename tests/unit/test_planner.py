@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slurm_jap import planner
 from slurm_jap.cut import cut
 from slurm_jap.jap_options import GOALS, JapOptions
-from slurm_jap.planner import Candidate, Plan
+from slurm_jap.planner import Candidate, Earlier, Plan
 from slurm_jap.profile import BlockProfile, Profile, drift, merged, script_key
 from slurm_jap.resources import Limits, MemberRequest, NodeClass, Unclear
 
@@ -63,7 +63,7 @@ def chosen(
     **asked: Any,
 ) -> Plan:
     profile = profile or network()
-    known = planner.known(range(members), [(profile, range(members))], gpus > 0)
+    known = planner.known(range(members), Earlier(entries=[(profile, range(members))]), gpus > 0)
     assert known is not None
     member = MemberRequest(gpus=gpus, cpus=4, memory_mb=16000, time_min=time_min)
     return planner.choose(member, JapOptions(**asked), members, limits, known, throttle=throttle)
@@ -131,12 +131,12 @@ def test_deeper_pipelines_come_before_offload() -> None:
     assert plan.chosen.memory <= 72 * GIB
     assert plan.chosen.gpu_hours < 0.98
     refused = of(plan, 1, 2)
-    assert "offload to host memory, which the engine does not do yet" in refused.refused
+    assert "one member alone needs offload to host memory, which is not planned with" in refused.refused
     assert "offload" in plan.why
 
 
 def test_where_no_pipeline_is_deep_enough_the_array_stays_plain_and_says_why() -> None:
-    with pytest.raises(Unclear, match=r"1 group x 4 stages: needs offload .* does not do yet: a device would hold "):
+    with pytest.raises(Unclear, match=r"1 group x 4 stages: one member alone needs offload .*: a device would hold "):
         chosen(network(blocks=4, state=100.0), gpus=4)
 
 
@@ -170,7 +170,7 @@ def test_more_than_the_partition_has_is_refused() -> None:
 def test_where_every_pipeline_loses_the_array_stays_plain() -> None:
     # Everybody's devices are held as long as the heaviest member trains, and no time is left to train in turn.
     heavy, light = network(2, forward=0.1, signature="a"), network(2, forward=0.01, signature="b")
-    known = planner.known(range(4), [(heavy, (0,)), (light, (1, 2, 3))], True)
+    known = planner.known(range(4), Earlier(entries=[(heavy, (0,)), (light, (1, 2, 3))]), True)
     assert known is not None
     short = dataclasses.replace(LIMITS, max_time_min=310)
     member = MemberRequest(gpus=2, cpus=4, memory_mb=16000, time_min=300)
@@ -289,34 +289,44 @@ def test_many_equal_members_are_predicted_from_fewer() -> None:
 
 
 def test_without_a_profile_nothing_is_known() -> None:
-    assert planner.known(range(3), [], True) is None
+    assert planner.known(range(3), Earlier(), True) is None
 
 
 def test_each_member_has_its_own_profile_and_strangers_the_slowest() -> None:
     small, large = network(forward=0.01, signature="a"), network(forward=0.03, signature="b")
-    found = planner.known([0, 1, 2, 7], [(small, (0, 1)), (large, (2,))], True)
+    found = planner.known([0, 1, 2, 7], Earlier(entries=[(small, (0, 1)), (large, (2,))]), True)
     assert found is not None
     assert [found.profiles[n].signature for n in found.of_member] == ["a", "a", "b", "b"]
     assert any("slowest" in note for note in found.notes)
 
 
 def test_a_profile_of_another_device_tells_only_ratios() -> None:
-    found = planner.known(range(2), [(network(device="cpu", device_bytes=None), (0, 1))], True)
+    found = planner.known(range(2), Earlier(entries=[(network(device="cpu", device_bytes=None), (0, 1))]), True)
     assert found is not None
     assert not found.measured
     assert "the profile is of cpu" in found.notes[0]
 
 
+def test_a_run_with_other_arguments_says_nothing_certain_of_what_fits_one_device() -> None:
+    earlier = Earlier(entries=[(network(), range(8))], same_arguments=False)
+    known = planner.known(range(8), earlier, True)
+    assert known is not None
+    assert "the profile is of a run with other arguments of the script" in known.notes
+    member = MemberRequest(gpus=4, cpus=4, memory_mb=16000, time_min=60)
+    plan = planner.choose(member, JapOptions(), 8, LIMITS, known)
+    assert min(c.stages for c in plan.candidates) == 4
+
+
 def test_the_newest_profile_of_a_member_counts() -> None:
     new, old = network(forward=0.01, signature="n"), network(forward=0.05, signature="o")
-    found = planner.known(range(2), [(new, (0, 1)), (old, (0, 1))], True)
+    found = planner.known(range(2), Earlier(entries=[(new, (0, 1)), (old, (0, 1))]), True)
     assert found is not None
     assert [profile.signature for profile in found.profiles] == ["n"]
 
 
 def test_uneven_members_are_planned_as_they_are() -> None:
     light, heavy = network(forward=0.01, signature="a"), network(forward=0.02, signature="b")
-    known = planner.known(range(4), [(light, (0, 1)), (heavy, (2, 3))], True)
+    known = planner.known(range(4), Earlier(entries=[(light, (0, 1)), (heavy, (2, 3))]), True)
     assert known is not None
     member = MemberRequest(gpus=4, cpus=4, memory_mb=16000, time_min=300)
     plan = planner.choose(member, JapOptions(stages=4, groups=1), 4, LIMITS, known)

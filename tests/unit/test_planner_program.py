@@ -167,6 +167,14 @@ def test_a_plain_array_is_a_plain_array(here: Path) -> None:
     assert "give --array" in run("plan", os.devnull).stderr or run("plan", os.devnull).returncode == 2
 
 
+def test_a_run_with_other_arguments_is_noted_and_refuses_no_deeper_network(here: Path) -> None:
+    remember(arguments=("--layers", "8"))
+    assert "note: the profile is of a run with other arguments" in run("plan", "t.sh", "--layers", "16").stdout
+    assert "by the first sizing rule" in run("plan", "--jap-stages=12", "t.sh", "--layers", "16").stdout
+    refused = run("plan", "--jap-stages=12", "t.sh", "--layers", "8").stdout
+    assert refused.startswith("jap: plain array: 1 group x 12 stages: the model has 8 blocks; type --stages=8 or fewer")
+
+
 def test_estimates_show_no_seconds(here: Path) -> None:
     remember(network(measured=False))
     done = run("plan", "t.sh")
