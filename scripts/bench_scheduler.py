@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from slurm_jap.exact import MOST_ACTIONS, available, exact
+from slurm_jap.layout import Layout
 from slurm_jap.problem import MemberCost, Problem, caps_of, lower_bound
-from slurm_jap.simulate import Layout, Rule, evaluate, run_rule, validate
+from slurm_jap.simulate import Rule, evaluate, run_rule
 from slurm_jap.stream import THOROUGH, plain_rule, stream
+from slurm_jap.validate import validate
 
 SEED = 20250101
 INSTANCES = 202

@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from slurm_jap.event_graph import Graph, Orders, Steady, solve
+from slurm_jap.layout import Layout
 from slurm_jap.schedule import Kind
-from slurm_jap.simulate import Graph, Layout, Orders, Steady, solve
 
 _WORSE = (1000, 1002, 1010, 1030)
 """Limits tried in turn, in thousandths of the current period."""

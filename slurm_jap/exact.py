@@ -14,9 +14,10 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from slurm_jap.event_graph import Graph, Orders, fits, solve
+from slurm_jap.layout import Layout
 from slurm_jap.problem import Problem, lower_bound
 from slurm_jap.schedule import Kind
-from slurm_jap.simulate import Graph, Layout, Orders, fits, solve
 from slurm_jap.stream import THOROUGH, Solution, stream
 
 if TYPE_CHECKING:

@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from slurm_jap.climb import Climber
+from slurm_jap.event_graph import Graph, Orders, Steady, fits, solve
+from slurm_jap.layout import Layout
 from slurm_jap.problem import Bound, Problem, lower_bound
 from slurm_jap.schedule import Kind, Schedule
-from slurm_jap.simulate import Graph, Layout, Orders, Rule, Steady, fits, run_rule, solve
+from slurm_jap.simulate import Rule, run_rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

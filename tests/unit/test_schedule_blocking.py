@@ -10,8 +10,8 @@ from unit import schedule_reference as reference
 
 from slurm_jap.problem import Problem, caps_of, uniform
 from slurm_jap.schedule import Action, Kind, Schedule, ScheduleError
-from slurm_jap.simulate import Operation, Transfer, programs, run_blocking, validate
 from slurm_jap.stream import stream
+from slurm_jap.validate import Operation, Transfer, programs, run_blocking, validate
 
 
 def rendezvous(rows: list[list[Operation]], seed: int) -> list[int]:

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from unit import schedule_reference as reference
 
 from slurm_jap import exact as exact_module
+from slurm_jap.event_graph import Graph, Orders, fits, solve
 from slurm_jap.exact import exact
+from slurm_jap.layout import Layout
 from slurm_jap.problem import MemberCost, Problem, caps_of, lower_bound, uniform
-from slurm_jap.simulate import Graph, Layout, Orders, evaluate, fits, solve, validate
+from slurm_jap.simulate import evaluate
 from slurm_jap.stream import stream
+from slurm_jap.validate import validate
 
 
 def best_of_all(problem: Problem) -> float:

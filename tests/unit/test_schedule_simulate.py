@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from unit import schedule_reference as reference
 
 from slurm_jap.errors import UsageError
+from slurm_jap.event_graph import Orders, fits
+from slurm_jap.layout import Layout
 from slurm_jap.problem import BoundBy, MemberCost, Problem, lower_bound, uniform
 from slurm_jap.schedule import Action, Schedule, ScheduleError
-from slurm_jap.simulate import Layout, Orders, Rule, evaluate, fits, run_rule, timeline, validate
+from slurm_jap.simulate import Rule, evaluate, run_rule, timeline
 from slurm_jap.stream import plain_rule, stream
+from slurm_jap.validate import validate
 
 
 def rule_period(problem: Problem, rule: Rule | None = None, iterations: int = 24) -> float:

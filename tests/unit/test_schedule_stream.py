@@ -13,8 +13,9 @@ from unit import schedule_reference as reference
 
 from slurm_jap.problem import MemberCost, Problem, caps_of, uniform
 from slurm_jap.schedule import Schedule
-from slurm_jap.simulate import evaluate, validate
+from slurm_jap.simulate import evaluate
 from slurm_jap.stream import stream
+from slurm_jap.validate import validate
 
 GOLDEN = Path(__file__).parent / "golden"
 
