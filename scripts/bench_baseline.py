@@ -31,9 +31,16 @@ class Work:
 class Pipeline:
     """Processes that stay; each runs its stages of whatever work it is given."""
 
-    def __init__(self, ranks: int, folder: str, cores: tuple[int, ...] | None = None) -> None:
-        """``folder`` is empty and this pipeline's own. ``cores``: pin process r to ``cores[r]``."""
-        context = multiprocessing.get_context("forkserver")
+    def __init__(
+        self, ranks: int, folder: str, cores: tuple[int, ...] | None = None, *, fresh: bool = False
+    ) -> None:
+        """
+        Args:
+            folder: empty, and this pipeline's own.
+            cores: pin process r to ``cores[r]``.
+            fresh: start new interpreters, which load torch, as a job would.
+        """
+        context = multiprocessing.get_context("spawn" if fresh else "forkserver")
         self._processes, self._ends = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
