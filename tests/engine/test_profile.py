@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            print(f"block {self.number} in {os.getpid()}")
+            sys.stdout.write(f"block {self.number} in {os.getpid()}\n")  # at once, as other stages write as well
         x = torch.relu(self.linear(x))
         return _Sleep.apply(x) if self.slow else x
 
