@@ -184,6 +184,7 @@ class LocalBackend:
         pending = Pending(2 if order.apply and stage.settings.clip_norm is not None else 1)
         with self._apart():
             targets = trees.as_sent(targets)
+            order = dataclasses.replace(order, groups=trees.as_sent(order.groups))
             stage.prepare(order, targets)
             for number, (tree, target) in enumerate(zip(trees.as_sent(inputs), targets, strict=True)):
                 with stage.timed(Kind.FORWARD):

@@ -588,6 +588,11 @@ class Trainer:
         from slurm_jap import checkpoint
 
         self._check_open()
+        if self._batches % self._accumulate:
+            raise UsageError(
+                f"resume: {self._batches % self._accumulate} of {self._accumulate} batches are accumulated; resume "
+                "before the first batch of a step"
+            )
         saved = checkpoint.read(path)
         if saved is None:
             return False
@@ -665,17 +670,34 @@ class Trainer:
 
 
 def _join_rows(outputs: list[Any], sizes: Sequence[int]) -> Any:
+    """One output from those of the micro-batches.
+
+    Raises:
+        UsageError: a part that has no row per sample differs between them.
+    """
     if len(outputs) == 1:
         return outputs[0]
     columns = [[leaf for _, leaf in trees.leaves(output)] for output in outputs]
+    paths = [path for path, _ in trees.leaves(outputs[0], "output")]
     joined = []
-    for leaves in zip(*columns, strict=True):
+    for path, leaves in zip(paths, zip(*columns, strict=True), strict=True):
         by_row = all(
             isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == n for t, n in zip(leaves, sizes, strict=True)
         )
+        if not by_row and any(not _same(leaves[0], leaf) for leaf in leaves[1:]):
+            raise UsageError(
+                f"forward: {path} has no row per sample and differs between micro-batches; use microbatches=1, or "
+                "return one row per sample"
+            )
         joined.append(torch.cat(leaves) if by_row else leaves[0])
     values = iter(joined)
     return trees.tree_map(lambda leaf, path: next(values), outputs[0])
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.shape == right.shape and torch.equal(left, right)
+    return bool(left == right)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -818,13 +840,14 @@ def prepare(
     guards.empty_out(model, loss_fn, optimizer, trainer)
     trainer._bind(list(named_parameters(model, loss_fn).values()))
     _open_trainer = weakref.ref(trainer)
-    atexit.register(_abandon, weakref.ref(trainer))
+    weakref.finalize(trainer, backend.close).atexit = False  # at exit it leaves as below
+    atexit.register(_abandon, weakref.ref(trainer), os.getpid())
     return trainer
 
 
-def _abandon(trainer: weakref.ref[Trainer]) -> None:
+def _abandon(trainer: weakref.ref[Trainer], process: int) -> None:
     alive = trainer()
-    if alive is not None:
+    if alive is not None and os.getpid() == process:  # a forked child inherits this, and its parent's connections
         alive.abandon()
 
 

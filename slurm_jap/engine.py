@@ -107,7 +107,11 @@ class Command:
     def open(self) -> None:
         """Decode the trees, in the acting member's name."""
         if self.received is not None:
-            self.inputs, self.targets = self.received.tree() or (None, None)
+            opened = self.received.tree()
+            if opened is not None:
+                self.inputs, self.targets, groups = opened
+                if groups is not None:
+                    self.arguments[1].groups = groups
             self.received = None
 
 
@@ -122,6 +126,9 @@ class Lane:
         self.inbox: dict[tuple[str, int, int], Received] = {}
         """What neighbours sent, by (kind, serial, micro-batch)."""
         self.iteration = 0
+        """Steps done here."""
+        self.turn = 0
+        """What the rule compares: a member that had nothing to do does not get the turns back that it missed."""
         self.metrics: dict[int, Any] = {}
         self.urgent: Action | None = None
         """The best action that could be taken whatever the stage holds,"""
@@ -153,26 +160,26 @@ class Lane:
             return None, None
         command, stage = self.commands[0], self.stage
         if command.kind not in ("step", "evaluate"):
-            return Action(Kind.STEP, self.iteration, self.index), None
+            return Action(Kind.STEP, self.turn, self.index), None
         assert stage is not None
         serial, number, count = command.serial, command.forwarded, len(command.arguments[1].sizes)
         if command.kind == "evaluate":
             here = stage.first or ("E", serial, number) in self.inbox
             # It holds no activations: no cap applies, and it takes its turn among the backwards.
-            return (Action(Kind.FORWARD, self.iteration, self.index, number) if here else None), None
+            return (Action(Kind.FORWARD, self.turn, self.index, number) if here else None), None
         if command.backwarded == count:
             alone = not stage.must_agree
             if not command.finished:
                 here = alone or stage.last or ("finish", serial, 0) in self.inbox
             else:
                 here = alone or stage.first or ("commit", serial, 0) in self.inbox
-            return (Action(Kind.STEP, self.iteration, self.index) if here else None), None
+            return (Action(Kind.STEP, self.turn, self.index) if here else None), None
         urgent = forward = None
         back = command.backwarded
         if back < number and (stage.last or ("B", serial, back) in self.inbox):
-            urgent = Action(Kind.BACKWARD, self.iteration, self.index, back)
+            urgent = Action(Kind.BACKWARD, self.turn, self.index, back)
         if number < count and (stage.first or ("F", serial, number) in self.inbox):
-            forward = Action(Kind.FORWARD, self.iteration, self.index, number)
+            forward = Action(Kind.FORWARD, self.turn, self.index, number)
         return urgent, forward
 
 
@@ -367,6 +374,11 @@ class Engine:
                 self._early.setdefault(token, []).append(received)
 
     def _pass_to(self, lane: Lane, received: Received) -> None:
+        if not lane.commands:
+            # Who had nothing to do, or has just come, begins at the present: else it would go before all others until
+            # it had made as many steps as they.
+            busy = [other.turn for other in self._lanes.values() if other.commands]
+            lane.turn = max(lane.turn, min(busy, default=0))
         lane.note(received)
         if self._turns is not None:
             assert received.message is not None
@@ -548,6 +560,7 @@ class Engine:
     def _complete(self, lane: Lane) -> None:
         lane.commands.popleft()
         lane.iteration += 1
+        lane.turn += 1
 
     def _act_evaluate(self, lane: Lane, stage: MemberStage, command: Command, order: backend.EvaluateOrder) -> None:
         serial, number = command.serial, command.forwarded
@@ -703,25 +716,22 @@ class Agent:
                         os.kill(child, signal.SIGKILL)
 
     def _wait_for_children(self, control: socket.socket) -> int:
+        """Until every engine has ended; where there is none, until told to stop."""
+        if not self._children:
+            self._stopping.wait()
         worst = 0
         while self._children:
             child, status = os.wait()
             entry, marker = self._children.pop(child, (None, None))
             if entry is None or marker is None or self._stopping.is_set():
                 continue
+            code, acting = os.waitstatus_to_exitcode(status), marker.get()[0]
+            if code == 0 and acting is None:  # it was told to stop before we were
+                continue
             worst = 1
+            report = {"group": entry["group"], "stage": entry["stage"], "code": code, "acting": acting}
             with contextlib.suppress(wire.WireError):
-                wire.send_json(
-                    control,
-                    {
-                        "kind": "engine_died",
-                        "group": entry["group"],
-                        "stage": entry["stage"],
-                        "code": os.waitstatus_to_exitcode(status),
-                        "acting": marker.get()[0],
-                        "overdue": self._overdue.get(child),
-                    },
-                )
+                wire.send_json(control, {"kind": "engine_died", **report, "overdue": self._overdue.get(child)})
         return worst
 
 

@@ -71,7 +71,10 @@ class RemoteBackend:
             EngineFault: the engine cannot start, or jap-run is gone.
         """
         self._member = member
+        self._process = os.getpid()
         self._key = wire.read_key(member.sweep_dir)
+        self._shipped = False
+        """Every stage has the model."""
         self._lock = threading.RLock()
         self._pending: dict[int, Pending] = {}
         self._serial = 0
@@ -103,35 +106,53 @@ class RemoteBackend:
                 "pid": os.getpid(),
                 "versions": wire.versions(),
                 "executable": sys.executable,
-                "path": sys.path,
+                "path": [entry for entry in sys.path if isinstance(entry, str)],
                 "cwd": os.getcwd(),
                 "environment": dict(os.environ),
                 "blocks": block_count,
             },
         )
-        while not self._connections:
-            news = self._next_news()
-            if news["kind"] == "refused":
-                raise UsageError(str(news["reason"]))
-            if news["kind"] == "fault":
-                raise EngineFault(str(news["reason"]))
-            if news["kind"] == "group":
-                # An engine that has just died is followed by other news from jap-run.
-                with contextlib.suppress(wire.WireError):
-                    self._connections = self._connect(news)
+        try:
+            news = self._first_group()
+        except BaseException:
+            self._hub.stop()
+            self._control.close()
+            raise
         self._stages = int(news["stages"])
         self._device = str(news["engines"][0].get("device", ""))
         self._watcher = threading.Thread(target=self._watch_control, name="jap-control", daemon=True)
         self._watcher.start()
         membership.joined(int(news["group"]), self._stages)
 
-    def _next_news(self) -> dict[str, Any]:
-        """jap-run's next word that matters; its silence before the engine is ready is bounded by jap-run itself."""
+    def _first_group(self) -> dict[str, Any]:
+        """Wait for an engine and connect to it; the group's message."""
+        unreachable = ""
+        while True:
+            news = self._next_news(unreachable)
+            if news["kind"] == "refused":
+                raise UsageError(str(news["reason"]))
+            if news["kind"] == "fault":
+                raise EngineFault(str(news["reason"]))
+            if news["kind"] == "group":
+                try:
+                    self._connections = self._connect(news)
+                except wire.WireError as error:
+                    unreachable = str(error)
+                else:
+                    return news
+
+    def _next_news(self, unreachable: str) -> dict[str, Any]:
+        """jap-run's next word that matters.
+
+        Its silence before the engine is ready is bounded by jap-run itself. An engine that could not be reached may
+        just have died, of which jap-run tells soon; else ``unreachable`` is the cause.
+        """
+        self._control.settimeout(CAUSE_SECONDS if unreachable else None)
         while True:
             try:
                 message = wire.recv_json(self._control)
             except (wire.WireError, ValueError):
-                return {"kind": "fault", "reason": "jap-run is gone; see the job's own output"}
+                return {"kind": "fault", "reason": unreachable or "jap-run is gone; see the job's own output"}
             if message.get("kind") in ("group", "refused", "fault", "restart"):
                 return message
 
@@ -150,12 +171,19 @@ class RemoteBackend:
     # --- what arrives (other threads) -------------------------------------------------------------------------------
 
     def _watch_control(self) -> None:
+        unreachable = ""
         while True:
-            message = self._next_news()
+            message = self._next_news(unreachable)
+            unreachable = ""
             self._news.set()
             if message["kind"] == "group":
-                with contextlib.suppress(wire.WireError):  # as above
+                try:
                     self._start_over(message)
+                except wire.WireError as error:
+                    unreachable = str(error)
+                except Exception as error:
+                    self._fail(EngineFault(f"cannot send the model to the new engine: {error}"))
+                    return
             elif message["kind"] == "restart":
                 self._cause = str(message.get("reason", ""))
                 self._lose(self._cause)
@@ -189,11 +217,15 @@ class RemoteBackend:
                 pending = self._pending.get(serial)
                 if pending is None or pending.done or received.connection not in self._connections:
                     return
-                pending.put(name, received.tree())
+                # What the script keeps must not hold the descriptor of a mapped frame.
+                pending.put(name, trees.cloned(received.tree()) if name == "outputs" else received.tree())
                 if pending.done:
                     self._pending.pop(serial, None)
                     self._answered = max(self._answered, serial)
                     self._forget_if_passive(serial)
+                    if serial == 0:
+                        self._shipped = True
+                        self._base = self._base if self._recovers else None
 
     def _tell_profile(self, profile: Profile) -> None:
         """jap-run keeps it for the next run; nothing depends on its getting there."""
@@ -215,14 +247,13 @@ class RemoteBackend:
             lost, self._connections = self._connections, []
             if not lost:
                 return
-            shipped = bool(self._serial)
             self._snapshot_begun = None
             self._news.clear()
         for connection in lost:
             connection.close()
 
         def explain() -> None:
-            if not self._news.wait(CAUSE_SECONDS) or (shipped and not self._recovers):
+            if not self._news.wait(CAUSE_SECONDS) or (self._shipped and not self._recovers):
                 self._fail(EngineFault(self._cause or reason))
 
         threading.Thread(target=explain, daemon=True).start()
@@ -296,7 +327,7 @@ class RemoteBackend:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._base = parts if self._recovers else None
+            self._base = parts
             pending = self._pending[0] = Pending(self._stages)
             if self._connections:
                 self._ship(parts)
@@ -305,7 +336,9 @@ class RemoteBackend:
     def step(self, order: StepOrder, switches: Switches, inputs: list[Any], targets: list[Any]) -> Pending:
         """See ``backend.Backend``."""
         parts = 2 if order.apply and self._clips else 1
-        pending = self._ask_batch(parts, "step", (order, switches), inputs, targets)
+        # Values of groups may be the script's own objects: they go by value, with the trees.
+        bare = dataclasses.replace(order, groups=[])
+        pending = self._ask_batch(parts, "step", (bare, switches), inputs, targets, order.groups)
         self._steps_logged += 1
         if order.apply:
             self._snapshot_if_due()
@@ -316,19 +349,25 @@ class RemoteBackend:
         return self._ask_batch(1, "evaluate", (order, switches), inputs, targets)
 
     def _ask_batch(
-        self, parts: int, kind: str, arguments: tuple[Any, ...], inputs: list[Any], targets: list[Any]
+        self,
+        parts: int,
+        kind: str,
+        arguments: tuple[Any, ...],
+        inputs: list[Any],
+        targets: list[Any],
+        groups: list[dict[str, Any]] | None = None,
     ) -> Pending:
-        """Inputs to the first stage, targets to the last, the order to all. The caller may change its batch at once."""
-        by_stage: list[Any] = [(None, None)] * self._stages
-        by_stage[0] = (trees.cloned(inputs), None)
-        by_stage[-1] = (by_stage[-1][0], trees.cloned(targets))
+        """Inputs to the first stage, targets to the last, the rest to all. The caller may change its batch at once."""
+        by_stage: list[Any] = [(None, None, groups)] * self._stages
+        by_stage[0] = (trees.cloned(inputs), None, groups)
+        by_stage[-1] = (by_stage[-1][0], trees.cloned(targets), groups)
         return self._ask(parts, kind, arguments, by_stage, range(self._stages))
 
     def set_metric(self, number: int, function: Callable[..., Any]) -> None:
         """See ``backend.Backend``."""
         data, found = shipping.dump(function, "metric_fn")
         by_stage: list[Any] = [None] * self._stages
-        by_stage[-1] = (trees.cloned(found), None)
+        by_stage[-1] = (trees.cloned(found), None, None)
         with self._lock:  # every evaluation by an earlier one has been answered
             self._log = [entry for entry in self._log if entry.message[0] != "metric"]
         self._ask(0, "metric", (number, data), by_stage, [self._stages - 1])
@@ -340,7 +379,7 @@ class RemoteBackend:
 
     def load(self, what: str, state: dict[str, Any]) -> None:
         """See ``backend.Backend``."""
-        self._ask(self._stages, "load", (what,), [([state], None)] * self._stages, range(self._stages)).wait()
+        self._ask(self._stages, "load", (what,), [([state], None, None)] * self._stages, range(self._stages)).wait()
 
     def _snapshot_if_due(self) -> None:
         now = time.monotonic()
@@ -348,8 +387,8 @@ class RemoteBackend:
             if self._snapshot_begun is not None or not self._connections or not self._recovers:
                 return
             waited = now - self._snapshot_ended >= max(SNAPSHOT_SECONDS, 20 * self._snapshot_took)
-            forced = "JAP_SNAPSHOT_STEPS" in os.environ or sum(e.bytes for e in self._log) >= SNAPSHOT_BYTES
-            if self._steps_logged < SNAPSHOT_STEPS or not (waited or forced):
+            enough = self._steps_logged >= SNAPSHOT_STEPS and (waited or "JAP_SNAPSHOT_STEPS" in os.environ)
+            if not enough and sum(e.bytes for e in self._log) < SNAPSHOT_BYTES:
                 return
             self._snapshot_begun = now
         pending = self._ask(self._stages, "snapshot", (), [None] * self._stages, range(self._stages))
@@ -373,6 +412,8 @@ class RemoteBackend:
 
     def close(self) -> None:
         """See ``backend.Backend``."""
+        if self._closing or os.getpid() != self._process:  # a forked child has these connections, and no say in them
+            return
         self._closing = True
         for connection in self._connections:
             connection.close()

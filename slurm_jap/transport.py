@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import pickle
@@ -23,6 +24,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,11 +33,14 @@ import torch
 from torch import Tensor
 
 from slurm_jap import trees, wire
+from slurm_jap.errors import UsageError
 from slurm_jap.wire import WireError
 
 SHARED_FROM = 1 << 18
 """Bytes of tensors in one frame from which a memfd is cheaper than two copies through a socket."""
 _CHUNK = 1 << 16
+_PIECES = 64
+"""Buffers in one system call, far below IOV_MAX."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -71,7 +76,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """A dense CPU tensor with the values of ``tensor`` (itself where possible)."""
-    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        raise UsageError("a sparse tensor cannot be sent between stages or to them; pass tensor.to_dense()")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     return tensor if trees.is_dense(tensor) else tensor.contiguous()
@@ -114,6 +121,11 @@ class Connection:
             layouts.append(Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), original.requires_grad, place))
             offset += -(-size // trees.ALIGNMENT) * trees.ALIGNMENT
         header = pickle.dumps((message, body, layouts, offset if shared else 0), protocol=5)
+        if len(header) > wire.MAX_HEADER:
+            raise UsageError(
+                f"{len(header) >> 20} MiB beside tensors cannot be sent to the engine, {wire.MAX_HEADER >> 20} MiB "
+                "can; hold large arrays as tensors, in buffers or parameters"
+            )
         pieces: list[tuple[memoryview, Any, int | None]] = []
         if shared:
             descriptor = _share(dense, layouts, offset)
@@ -148,18 +160,34 @@ class Connection:
                     sent = self.sock.sendmsg([view], rights)
                     os.close(descriptor)
                     descriptor = None
+                elif len(self._out) > 1:
+                    # What belongs together leaves together, and wakes the peer once.
+                    views = [piece[0] for piece in itertools.takewhile(lambda p: p[2] is None, self._out)]
+                    self._sent(self.sock.sendmsg(views[:_PIECES]))
+                    continue
                 else:
                     sent = self.sock.send(view)
             except (BlockingIOError, InterruptedError):
                 return False
-            except OSError:  # the reading side sees the end and reports it
+            except OSError:
                 self._drop_output()
+                self._hub.close_connection(self)  # a frame is lost: the peer must not wait for it
                 return True
             if sent == len(view):
                 self._out.popleft()
             else:
                 self._out[0] = (view[sent:], keep, descriptor)
         return True
+
+    def _sent(self, count: int) -> None:
+        """So many bytes of what is queued have left. Needs the lock."""
+        while count:
+            view, keep, descriptor = self._out[0]
+            if count < len(view):
+                self._out[0] = (view[count:], keep, descriptor)
+                return
+            count -= len(view)
+            self._out.popleft()
 
     def _drop_output(self) -> None:
         for _, _, descriptor in self._out:
@@ -244,6 +272,8 @@ class Connection:
         for descriptor in self._fds:
             os.close(descriptor)
         self._fds.clear()
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # processes forked meanwhile hold the socket too
         self.sock.close()
 
 
@@ -318,7 +348,7 @@ class Hub:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._todo: deque[Callable[[], None]] = deque()
-        self._stopping = False
+        self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._loop, name="jap-io", daemon=True)
         self._thread.start()
 
@@ -349,8 +379,9 @@ class Hub:
 
     def _later(self, action: Callable[[], None]) -> None:
         self._todo.append(action)
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"x")
+        if not self._ended:
+            with contextlib.suppress(BlockingIOError, OSError):
+                os.write(self._wake_write, b"x")
 
     def _register(self, connection: Connection) -> None:
         self._selector.register(connection.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
@@ -383,11 +414,15 @@ class Hub:
                     self._read(connection)
             while self._todo:
                 self._todo.popleft()()
+        self._ended = True
+        while self._todo:
+            self._todo.popleft()()
         for ready in list(self._selector.get_map().values()):
             if ready.data is not None:
                 ready.data.release()
         self._selector.close()
         os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _read(self, connection: Connection) -> None:
         try:
@@ -470,7 +505,10 @@ class Listener:
             try:
                 sock, _ = server.accept()
             except OSError:
-                return
+                if server.fileno() < 0:
+                    return
+                time.sleep(0.1)  # out of descriptors, or the peer has gone again
+                continue
             threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:

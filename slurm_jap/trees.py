@@ -28,6 +28,8 @@ ALIGNMENT = 64
 
 def tree_map(function: Callable[[Any, str], Any], tree: Tree, path: str = "") -> Tree:
     """The same tree with ``function(leaf, path)`` in place of every leaf (tensor, None, number, ...)."""
+    if isinstance(tree, Tensor):  # most trees are one tensor
+        return function(tree, path)
     if isinstance(tree, dict):
         return _like_mapping(tree, {k: tree_map(function, v, f"{path}[{k!r}]") for k, v in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -67,6 +69,8 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def tensors(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -230,6 +234,8 @@ def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory exactly once, in some order of dimensions (channels_last too)."""
     if tensor.layout is not torch.strided:
         return False
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:
@@ -248,6 +254,9 @@ def settled(tensor: Tensor) -> Tensor:
     Kernels may round differently on another stride or alignment. What has crossed to another process always lies so;
     wherever a tensor could cross, it is settled even if it does not.
     """
+    if tensor.layout is not torch.strided:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()  # a pending conjugation is no part of the memory
     if not is_dense(tensor):
         return tensor.contiguous()
     if tensor.numel() and tensor.data_ptr() % ALIGNMENT:

@@ -295,3 +295,30 @@ def test_an_engine_that_keeps_ending_ends_the_sweep_with_one_cause() -> None:
     assert outcome.codes[1] == 1
     assert "the engine" in outcome.logs[1]
     assert outcome.logs[1].count("EngineFault") == 1
+
+
+def test_an_engine_that_cannot_be_reached_is_one_cause_and_no_hang() -> None:
+    """jap-run and the engine are well, but the member's node cannot find the engine's: no news will come."""
+    outcome = together(siblings([0, 1]), stages=1, nodes=2, engine_variables={"JAP_TCP_HOST": "no-such-host.invalid"})
+    assert outcome.codes == {0: 0, 1: 1}, outcome
+    assert "cannot reach stage 0 of group 0" in outcome.logs[1]
+    assert "no-such-host.invalid" in outcome.logs[1]
+
+
+def test_an_engine_that_dies_before_it_has_the_model_without_recovery() -> None:
+    class Deadly(nn.Module):
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            if os.environ.get("JAP_MEMBER") is None:  # in the engine
+                os._exit(86)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    def run() -> Any:
+        os.environ["JAP_RECOVERY"] = "0"
+        return train(Deadly)
+
+    outcome = together({0: run}, stages=2)
+    assert outcome.codes[0] == 1
+    assert "code of member 0 ends the engine" in outcome.logs[0]
