@@ -17,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,7 @@ class Coordinator:
 
     async def run(self) -> int:
         """Run every member that is not done; return the highest member code."""
-        sockets = Path(tempfile.mkdtemp(prefix="jap-"))
+        sockets = Path(wire.make_socket_folder())
         helpers: list[asyncio.Task[None]] = []
         code = 1
         try:

@@ -32,7 +32,6 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -652,7 +651,7 @@ class Agent:
     def __init__(self) -> None:
         self._node = os.environ.get(wire.ENV_NODE, "")
         given = os.environ.get(wire.ENV_SOCKET_DIR)
-        self._own_sockets = None if given else tempfile.mkdtemp(prefix="jap-")
+        self._own_sockets = None if given else wire.make_socket_folder()
         self._sockets = given or str(self._own_sockets)
         self._children: dict[int, tuple[dict[str, int], Marker]] = {}
         self._overdue: dict[int, float] = {}
@@ -707,10 +706,15 @@ class Agent:
 
     def _watch_actions(self) -> None:
         """Kill an engine in which one action takes longer than any may: its code does not return."""
+        late: dict[int, int] = {}
         while not self._stopping.wait(min(1.0, self._limit / 4)):
+            before, late = late, {}
             for child, (_, marker) in list(self._children.items()):
                 member, seconds = marker.get()
-                if member is not None and seconds > self._limit and child not in self._overdue:
+                if member is None or seconds <= self._limit or child in self._overdue:
+                    continue
+                late[child] = member
+                if before.get(child) == member:  # seen twice: one look may fall between two writes of the marker
                     self._overdue[child] = seconds
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)

@@ -7,12 +7,13 @@ Torch-free. A launcher starts two kinds of things, members and one engine set, a
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from slurm_jap import array_spec, filename_pattern, step, wire
+from slurm_jap import array_spec, filename_pattern, step, store, wire
 from slurm_jap.carried import Carried
 from slurm_jap.environment import ENV_DEVICE_MEMORY
 from slurm_jap.errors import UsageError
@@ -94,10 +95,20 @@ class Launcher(Protocol):
         """Pass a signal that jap-run alone received to the members' scripts."""
 
 
+def user_name() -> str:
+    """The user's name; its number where no name is known, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 def sweep_root(output: str, work_dir: Path) -> Path:
     """The folder that holds ``.jap``: that of the members' output files; the working directory if it cannot serve."""
     folder = work_dir / filename_pattern.fixed_folder(output)
-    return folder if os.access(folder, os.W_OK | os.X_OK) else work_dir
+    held = folder / store.JAP_DIR  # in a folder shared by a group it may be another user's
+    usable = os.access(held if held.exists() else folder, os.W_OK | os.X_OK)
+    return folder if usable else work_dir
 
 
 def place_members(count: int, nodes: Sequence[Node]) -> list[Node]:

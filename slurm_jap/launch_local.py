@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import os
 import shlex
 import shutil
@@ -38,6 +37,7 @@ class _Child:
     def __init__(self, process: asyncio.subprocess.Process, seconds: float | None, grace: float) -> None:
         self._process, self.pid = process, process.pid
         self._seconds, self._grace = seconds, grace
+        self._over = False
 
     async def wait(self) -> Ended:
         timed_out = False
@@ -50,6 +50,7 @@ class _Child:
             self.signal(signal.SIGKILL)
         code = exit_code_of(await waiting)
         self.signal(signal.SIGKILL)  # what the script left running in its session
+        self._over = True  # its number may soon be somebody else's
         if timed_out:
             return Ended(code=code, state=MemberState.TIMEOUT, reason="reached its time limit")
         return Ended(code=code, state=state_of(code))
@@ -58,6 +59,8 @@ class _Child:
         self.signal(signal.SIGKILL)
 
     def signal(self, signum: int) -> None:
+        if self._over:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signum)
 
@@ -207,7 +210,7 @@ def run(
     try:
         folder = SweepDir.create(SweepDir.attempt_path(root, job_id, 0))
         script = folder.write_script(user_script)
-        job = Job(job_id=job_id, name=job_name, user=getpass.getuser(), work_dir=work_dir)
+        job = Job(job_id=job_id, name=job_name, user=launch.user_name(), work_dir=work_dir)
         launcher = LocalLauncher(facts, job, script, arguments, folder.engine_log, end_seconds)
         sweep, launcher.places, arrays = launch.lay_out(facts, arguments, job, launcher.nodes, LAUNCHER, script)
         check_output_folders(sweep)

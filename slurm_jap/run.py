@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import os
 import re
 import signal
@@ -64,7 +63,7 @@ async def _run(facts: Carried, user_script: bytes, arguments: Sequence[str], env
     job = Job(
         job_id=int(environment["SLURM_JOB_ID"]),
         name=environment.get("SLURM_JOB_NAME", ""),
-        user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
+        user=environment.get("SLURM_JOB_USER") or launch.user_name(),
         work_dir=Path.cwd(),
         attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
         slurm=cluster.version,

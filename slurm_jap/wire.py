@@ -24,6 +24,7 @@ import platform
 import secrets
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -215,6 +216,22 @@ def _connect(address: str, key: bytes) -> socket.socket:
     return sock
 
 
+def make_socket_folder() -> str:
+    """A new node-local 0700 folder whose path leaves room for socket names (108 bytes in all on Linux).
+
+    Raises:
+        OSError: none of the usual places can be written.
+    """
+    places = [place for place in (tempfile.gettempdir(), "/tmp", "/dev/shm") if len(os.fsencode(place)) <= 60]
+    failure = OSError("no short folder for sockets: set TMPDIR to a writable folder whose path has at most 60 bytes")
+    for place in places:
+        try:
+            return tempfile.mkdtemp(prefix="jap-", dir=place)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
 def read_key(sweep_dir: str) -> bytes:
     """The attempt's key, from its 0600 file."""
     with open(os.path.join(sweep_dir, "key"), "rb") as file:
@@ -224,7 +241,7 @@ def read_key(sweep_dir: str) -> bytes:
 def reachable_names(node: str, node_address: str, environment: Mapping[str, str]) -> list[str]:
     """Names and addresses of this node that other nodes may try, the likeliest first."""
     if environment.get("JAP_TCP_HOST"):
-        return [environment["JAP_TCP_HOST"]]
+        return [environment["JAP_TCP_HOST"].replace("{node}", node)]
     host = socket.gethostname()
     candidates = [node_address, node, host, socket.getfqdn(), environment.get("SLURM_LAUNCH_NODE_IPADDR", "")]
     return list(dict.fromkeys(c for c in candidates if c and "," not in c))
