@@ -147,13 +147,13 @@ def in_ticks(problem: Problem) -> tuple[Problem, float]:
     """The same problem in whole ticks, and the seconds of one tick (a power of ten).
 
     Sums of ticks are exact, so two events that coincide do so in the simulation as well. The longest time becomes
-    10^5 to 10^6 ticks.
+    10^6 to 10^7 ticks.
     """
     longest = max(max(*m.forward, *m.backward, *m.step) for m in problem.members)
     longest = max(longest, problem.link, problem.switch)
     if longest == 0:
         return scaled(problem, 1.0), 1.0
-    exponent = 5 - math.floor(math.log10(longest))
+    exponent = 6 - math.floor(math.log10(longest))
     return scaled(problem, 10.0**exponent), 10.0**-exponent
 
 
