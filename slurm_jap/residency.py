@@ -156,31 +156,22 @@ class Residency:
         self._settle()
         if self._moving:
             return False
-        victims = self._victims(bytes_, order, 0)
+        victims = self._victims(bytes_, order)
         if victims:
             self._start(victims, None)
         return victims == []
 
-    def bring(self, token: int, order: Sequence[int], position: int) -> bool:
-        """Have the member at ``position`` of ``order`` come back, in the place of members whose turn comes later.
-
-        Returns:
-            False while those that are held, or come before it, leave no room for it.
-        """
-        self._settle()
+    def bring(self, token: int, order: Sequence[int]) -> None:
+        """Have a member that is away come back, as soon as those that are held leave room for it. See ``room``."""
         resident = self._residents[token]
-        if resident.place is not Place.AWAY:
-            return resident.place is not Place.GOING
-        victims = self._victims(resident.bytes, order, position + 1)
-        if victims is None:
-            return False
-        self._start(victims, resident)
-        return True
+        victims = self._victims(resident.bytes, [other for other in order if other != token])
+        if victims is not None:
+            self._start(victims, resident)
 
     def shrink(self, order: Sequence[int]) -> None:
         """Send members away where those that are here have grown out of the bound."""
         if self._taken() > self.bound and not self.moving:
-            victims = self._victims(0, order, 0)
+            victims = self._victims(0, order)
             if victims:
                 self._start(victims, None)
 
@@ -188,14 +179,14 @@ class Residency:
         here = (Place.HERE, Place.COMING)
         return self._common() + sum(r.bytes for r in self._residents.values() if r.place in here)
 
-    def _victims(self, bytes_: int, order: Sequence[int], start: int) -> list[_Resident] | None:
-        """Whom to send away, of those from ``start`` on, so that as many bytes are free; None if that is not enough."""
+    def _victims(self, bytes_: int, order: Sequence[int]) -> list[_Resident] | None:
+        """Whom to send away so that as many bytes are free; None if that is not enough."""
         excess = self._taken() + bytes_ - self.bound
         victims: list[_Resident] = []
         if excess <= 0:
             return victims
         unknown = [r for token, r in self._residents.items() if token not in order]
-        known = [self._residents[token] for token in order[start:]]
+        known = [self._residents[token] for token in order]
         for resident in [*sorted(unknown, key=lambda r: r.used), *reversed(known)]:
             if resident.place is Place.HERE and not resident.held:
                 victims.append(resident)

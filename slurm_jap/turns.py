@@ -22,8 +22,8 @@ every stage. Other commands (state pulls and the like) and joining concern one s
 everything under way there ends, they get it. Copies take a bounded time.
 
 Turns go around: a member's next unit comes one turn later, one that was idle or is new starts at the present. So the
-order is known ahead: whose turn is the furthest away is sent away first, and the next in the order that is not here is
-brought back while others compute. It is never brought at the cost of one whose turn comes sooner.
+order is known ahead: the next one that is not here is brought back while others compute, and whose turn is the furthest
+away is sent away for it.
 """
 
 from __future__ import annotations
@@ -238,6 +238,7 @@ class Turns:
         missing = False
         if not joining:
             self.residency.shrink(order)
+            self._bring_next(order)
         for turn in line:
             lane = turn.lane
             unit = lane.commands[0].kind in _UNITS
@@ -251,13 +252,9 @@ class Turns:
                     consider(lane)
                     may_begin = False
             else:
+                # On stage 0 others may go first while it is on its way, and only then: it has to get its turn.
                 missing = True
-                if joining or not self._bring(lane.token, order):
-                    may_begin = False
-                    break
-                may_begin = may_begin and self._first
-        if not (joining or missing):
-            self._bring_ahead(order)
+                may_begin = may_begin and self._first and self.residency.place(lane.token) is Place.COMING
         self.stalled = best is None and (missing or joining) and self.residency.moving
         return best
 
@@ -299,20 +296,15 @@ class Turns:
         ]
         return sorted(coming, key=lambda turn: (turn.turn, turn.lane.index))
 
-    def _bring(self, token: int, order: Sequence[int]) -> bool:
-        """Whether the member is on its way; one move at a time."""
-        place = self.residency.place(token)
-        if place is Place.COMING:
-            return True
-        if place is Place.GOING or self.residency.moving:
-            return False
-        return self.residency.bring(token, order, order.index(token))
+    def _bring_next(self, order: Sequence[int]) -> None:
+        """Bring back the one whose turn is next, if it is away.
 
-    def _bring_ahead(self, order: Sequence[int]) -> None:
-        for token in order:
-            if self.residency.place(token) is not Place.HERE:
-                self._bring(token, order)
-                return
+        Not more than one ahead: who is sent away for it should be the one whose turn is the furthest away, and that is
+        mostly the one that acts now.
+        """
+        token = next((token for token in order if not self._turns[token].begun), None)
+        if token is not None and self.residency.place(token) is Place.AWAY and not self.residency.moving:
+            self.residency.bring(token, order)
 
 
 def from_environment(
