@@ -14,6 +14,7 @@ then the member's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import pickle
@@ -73,6 +74,7 @@ class RemoteBackend:
         self._member = member
         self._process = os.getpid()
         self._key = wire.read_key(member.sweep_dir)
+        self._trimmed = False
         self._shipped = False
         """Every stage has the model."""
         self._lock = threading.RLock()
@@ -221,6 +223,9 @@ class RemoteBackend:
                 pending.put(name, trees.cloned(received.tree()) if name == "outputs" else received.tree())
                 if pending.done:
                     self._pending.pop(serial, None)
+                    if serial and not self._trimmed:  # what was shipped is nobody's any more
+                        self._trimmed = True
+                        _give_memory_back()
                     self._answered = max(self._answered, serial)
                     self._forget_if_passive(serial)
                     if serial == 0:
@@ -437,3 +442,9 @@ def _revive(stage: int, text: str, pickled: bytes) -> BaseException:
             error.__cause__ = cause
             return error
     return cause
+
+
+def _give_memory_back() -> None:
+    """Have the C library return what was freed: it keeps pieces of up to 32 MiB, a whole model of ordinary layers."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
