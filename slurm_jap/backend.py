@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from slurm_jap import draws, microbatch, profile_cache, shipping, trees
 from slurm_jap.errors import EngineFault
@@ -205,7 +206,7 @@ class LocalBackend:
 
     def set_metric(self, number: int, function: Callable[..., Any]) -> None:
         """See :class:`Backend`."""
-        self._metrics = {number: shipping.load(*shipping.dump(function, "metric_fn"))}
+        self._metrics = {number: load_metric(*shipping.dump(function, "metric_fn"), self._device)}
 
     def evaluate(self, order: EvaluateOrder, switches: Switches, inputs: list[Any], targets: list[Any]) -> Pending:
         """See :class:`Backend`."""
@@ -231,6 +232,13 @@ class LocalBackend:
     def close(self) -> None:
         """See :class:`Backend`."""
         self._stage = None
+
+
+def load_metric(data: bytes, found: list[Tensor], device: torch.device) -> Callable[..., Any]:
+    """A metric function as it was dumped, in a world of its own."""
+    world = shipping.World()
+    function = shipping.load(data, found, lambda tensor: tensor.to(device, copy=True), world=world)
+    return lambda output, target: function(*trees.moved((output, target), world))
 
 
 def answer(

@@ -295,8 +295,9 @@ class Trainer:
             data, found = self._loss
             device = self._device
             with inspection.unseen(device):
-                loss_fn, *_ = shipping.load(data, [t.clone() for t in found])
-                output, target = trees.to_device(trees.as_sent((output, target)), device)
+                world = shipping.World()
+                loss_fn, *_ = shipping.load(data, [t.clone() for t in found], world=world)
+                output, target = trees.moved(trees.to_device(trees.as_sent((output, target)), device), world)
                 several = self._look_at_loss(loss_fn, output, target, rows)
             self._loss = self._first_output = None
             self._deferred = self._accumulate > 1 or several
@@ -813,8 +814,9 @@ def prepare(
     parts = take_apart(optimizer, names)
     shipping.forget_own_classes()
     data, tensors = shipping.dump((model, found, loss_fn, after_step), "the model, its blocks, loss_fn or after_step")
-    own_model, own_blocks, own_loss, own_after = shipping.load(data, tensors)
-    taken = _Taken(inspection.Whole(own_model, own_blocks, own_loss), own_after, parts)
+    world = shipping.World()
+    own_model, own_blocks, own_loss, own_after = shipping.load(data, tensors, world=world)
+    taken = _Taken(inspection.Whole(own_model, own_blocks, own_loss, world), own_after, parts)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     member = membership.current()
     backend: Backend

@@ -41,7 +41,7 @@ from typing import Any, TextIO
 import cloudpickle
 import torch
 
-from slurm_jap import backend, shipping, transport, turns, wire
+from slurm_jap import backend, transport, turns, wire
 from slurm_jap.errors import UsageError
 from slurm_jap.frozen import Commons, Holding
 from slurm_jap.measure import device_name
@@ -582,7 +582,7 @@ class Engine:
     def _act_other(self, lane: Lane, stage: MemberStage, command: Command) -> None:
         if command.kind == "metric":
             _, number, data = command.arguments
-            lane.metrics = {number: shipping.load(data, command.inputs or [], lambda tensor: tensor.to(self.device))}
+            lane.metrics = {number: backend.load_metric(data, command.inputs or [], self.device)}
         elif command.kind == "pull":
             serial, what = command.arguments
             if what == turns.MEMORY:

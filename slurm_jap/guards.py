@@ -162,7 +162,7 @@ def empty_out(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, 
         for name, module in loss_fn.named_modules():
             if "state_dict" not in module.__dict__:
                 module.__dict__["state_dict"] = _pull(trainer, "loss_state_dict", part=name)
-        loss_fn.__dict__.setdefault("load_state_dict", _pull(trainer, "load_loss_state_dict"))
+        loss_fn.__dict__["load_state_dict"] = _pull(trainer, "load_loss_state_dict")
     model.__dict__["_jap_prepared"] = True
     optimizer.__dict__["_jap_prepared"] = True
     optimizer.__dict__["state_dict"] = _pull(trainer, "optimizer_state_dict")

@@ -38,11 +38,14 @@ class Whole:
     model: nn.Module
     blocks: list[Block]
     loss_fn: Callable[..., Any]
+    world: shipping.World
 
     def twin(self) -> Whole:
         """A copy that shares nothing with this one."""
         data, found = shipping.dump((self.model, self.blocks, self.loss_fn), "the model, its blocks or loss_fn")
-        return Whole(*shipping.load(data, [t.clone() for t in found]))
+        world = shipping.World()
+        model, blocks, loss_fn = shipping.load(data, [t.clone() for t in found], world=world)
+        return Whole(model, blocks, loss_fn, world)
 
     def modules(self) -> list[nn.Module]:
         """Every module in it, those of blocks that the model does not hold included, each once."""
@@ -125,7 +128,7 @@ def output_of(whole: Whole, how: Pass) -> Any:
     """``model(x)`` in eval mode."""
     twin = whole.twin()
     twin.model.eval()
-    args, kwargs = how.inputs()
+    args, kwargs = trees.moved(how.inputs(), twin.world)
     draws.reseed(_SEED, how.device)
     with autocasting(how.autocast, how.device):
         return twin.model(*args, **kwargs)
@@ -195,7 +198,7 @@ class _Watched:
         self._buffers_written: dict[str, int] = {}
 
     def run(self, uses: list[set[str]]) -> None:
-        how, value = self._how, self._how.inputs()
+        how, value = self._how, trees.moved(self._how.inputs(), self._whole.world)
         for module in self._modules:
             module.training = self._training
         draws.reseed(_SEED, how.device)
@@ -203,7 +206,7 @@ class _Watched:
             value = self._act(number, describe(block), functools.partial(call_block, block, number, value), uses)
         if how.with_loss:
             last = len(self._whole.blocks)
-            target = how.targets()
+            target = trees.moved(how.targets(), self._whole.world)
             self._act(last, "loss_fn", lambda: self._whole.loss_fn(value, target), uses)
         self._judge_buffers(uses)
 
@@ -363,7 +366,8 @@ def _compose(whole: Whole, shipped: Sequence[BlockShipment], how: Pass, profiles
     value: Any = how.inputs()
     draws.reseed(_SEED, how.device)
     for block in shipped[: len(whole.blocks)]:
-        call, modules, parameters, _ = shipping.load(block.data, [t.clone() for t in block.tensors])
+        world = shipping.World()
+        call, modules, parameters, _ = shipping.load(block.data, [t.clone() for t in block.tensors], world=world)
         for module in [m for _, m in modules] + (list(call.modules()) if isinstance(call, nn.Module) else []):
             module.training = False
         flops, storages = FlopCounterMode(display=False), _Storages(parameters.values())
@@ -373,7 +377,7 @@ def _compose(whole: Whole, shipped: Sequence[BlockShipment], how: Pass, profiles
                 if profiles is not None:
                     stack.enter_context(storages)
                     stack.enter_context(flops)
-                value = call_block(call, block.number, value)
+                value = call_block(call, block.number, trees.moved(value, world))
         except Exception as error:
             raise _failed(whole, block.number, describe(whole.blocks[block.number]), error) from error
         if profiles is not None:
@@ -382,7 +386,7 @@ def _compose(whole: Whole, shipped: Sequence[BlockShipment], how: Pass, profiles
                 Profile(
                     cost=float(flops.get_total_flops()) + elements,
                     activation_bytes=storages.nbytes(),
-                    output_bytes=sum(t.nbytes for t in trees.tensors(value)),
+                    output_bytes=sum(map(trees.nbytes, trees.tensors(value))),
                 )
             )
     return value
@@ -393,7 +397,7 @@ def _require_composition(whole: Whole, expected: Any, how: Pass) -> None:
     twin = whole.twin()
     for module in twin.modules():
         module.training = False
-    value: Any = how.inputs()
+    value: Any = trees.moved(how.inputs(), twin.world)
     draws.reseed(_SEED, how.device)
     for number, block in enumerate(twin.blocks):
         try:
@@ -435,7 +439,7 @@ def differing(expected: Any, found: Any) -> str:
             if not same_bits(a, b):
                 gap = (a.double() - b.double()).abs().max().item() if a.is_floating_point() else float("nan")
                 return f"{path} differs by up to {gap:.3g} on the first micro-batch"
-        elif type(a) is not type(b) or (_is_plain(a) and a != b and a == a):
+        elif type(a).__qualname__ != type(b).__qualname__ or (_is_plain(a) and a != b and a == a):
             return f"{path} is {a!r} from the model, {b!r} from the blocks"
     return ""
 

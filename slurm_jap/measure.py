@@ -140,7 +140,7 @@ class Measurement:
     def output(self, number: int, value: Any) -> None:
         """What a block returned."""
         if number not in self._output:
-            self._output[number] = sum(t.nbytes for t in trees.tensors(value))
+            self._output[number] = sum(map(trees.nbytes, trees.tensors(value)))
 
     def backward_begins(self, number: int) -> None:
         """Gradients enter this stage's last block, or the loss."""
@@ -205,8 +205,8 @@ class Measurement:
         optimizer: dict[int, int] = defaultdict(int)
         met: set[str] = set()
         for number, tensors in everything:
-            parameter[number] = sum(t.nbytes for t in tensors.values())
-            gradient[number] = sum(t.nbytes for t in tensors.values() if t.requires_grad)
+            parameter[number] = sum(map(trees.nbytes, tensors.values()))
+            gradient[number] = sum(trees.nbytes(t) for t in tensors.values() if t.requires_grad)
             for name in tensors:
                 if name in states and name not in met:
                     met.add(name)

@@ -79,39 +79,40 @@ def _by_value() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _Known:
-    """Classes that went by value, and the ids by which other processes know them."""
+class World:
+    """The classes that one pickle brought along, and the globals behind them. Nothing in it is shared with another.
+
+    Each block has a world of its own, so that it makes no difference which blocks lie in one process: what a class or
+    a file of the script keeps between calls, each block keeps for itself. ``trees.moved`` takes values across.
+    """
 
     def __init__(self) -> None:
-        self.by_class: Any = weakref.WeakKeyDictionary()
+        self.classes: dict[str, type] = {}
+        """By the id that a class has in every process."""
+
+
+class _Own:
+    """The script's own classes."""
+
+    def __init__(self) -> None:
         self.by_id: Any = weakref.WeakValueDictionary()
 
 
+_own = _Own()
+_ids: Any = weakref.WeakKeyDictionary()
+"""Class -> its id: of the script's own, and of those in worlds."""
 _references: Any = weakref.WeakKeyDictionary()
 """Class -> its id and dump, for trees."""
-_own, _loaded = _Known(), _Known()
-"""The script's classes, and those that came out of a pickle (of this process or another). Both have the same ids.
-
-With the single memory that cloudpickle keeps per process, loading here what was dumped here would find the script's own
-classes; in the engine there is nothing to find. Apart, a model alone is as far from the script as one in the engine.
-"""
+_outside = World()
+"""Classes that no block of this process holds, and that are none of the script's own."""
 
 
 def forget_own_classes() -> None:
     """Give the script's classes new ids: what is dumped from now on has them as they are now."""
-    _own.by_class.clear()
+    for kind in list(_own.by_id.values()):
+        _ids.pop(kind, None)
+        _references.pop(kind, None)
     _own.by_id.clear()
-    _references.clear()
-
-
-class _Both:
-    """What ``dump`` consults: a class that was loaded keeps its id, any other is one of our own."""
-
-    def get(self, key: Any) -> Any:
-        return _loaded.by_class.get(key) or _own.by_class.get(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _own.by_class[key] = value
 
 
 @contextlib.contextmanager
@@ -154,16 +155,16 @@ def _parametrized(kind: type[nn.Module], tensors: tuple[str, ...]) -> nn.Module:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, fetch: Callable[[Any], Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, fetch: Callable[[Any], Tensor], world: World) -> None:
         super().__init__(file)
-        self._fetch = fetch
+        self._fetch, self._world = fetch, world
         self._known_before: set[type] = set()
 
     def persistent_load(self, pid: Any) -> Tensor:
         return self._fetch(pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        # A class that is known already stays as it is: it must not change under those who use it.
+        # A class that this world has already stays as it is: it must not change under those who use it.
         found = super().find_class(module, name)
         if module == _cloudpickle.__name__ and name in ("_make_skeleton_class", "_make_skeleton_enum"):
             return functools.partial(self._make_class, found)
@@ -172,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def _make_class(self, make: Callable[..., type], *args: Any) -> type:
-        known: type | None = _loaded.by_id.get(args[-2])  # (..., class_tracker_id, extra)
+        known = self._world.classes.get(args[-2])  # (..., class_tracker_id, extra)
         if known is None:
             return make(*args)
         self._known_before.add(known)
@@ -208,7 +209,7 @@ def dump(obj: Any, what: str, meta: Callable[[Tensor], bool] = lambda tensor: Fa
 
     file = io.BytesIO()
     try:
-        with _by_value(), _tracking(_Both(), _own.by_id):
+        with _by_value(), _tracking(_ids, _own.by_id):
             _Pickler(file, place).dump(obj)
     except UsageError:
         raise
@@ -225,6 +226,8 @@ def load(
     found: Sequence[Tensor],
     put: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     frozen: Callable[[Tensor], nn.Parameter] | None = None,
+    *,
+    world: World | None = None,
 ) -> Any:
     """Inverse of :func:`dump`: new parameters over the given tensors, one object per original object.
 
@@ -232,7 +235,9 @@ def load(
         found: the tensors that :func:`dump` gave.
         put: where each shall lie; as it is, if nothing is said.
         frozen: makes a parameter that requires no gradient, from the tensor as it was given.
+        world: where its classes shall be; a new one, if nothing is said.
     """
+    world = World() if world is None else world
     made: dict[int, Tensor] = {}
 
     def fetch(pid: Any) -> Tensor:
@@ -252,8 +257,8 @@ def load(
             made[number] = tensor
         return tensor
 
-    with _tracking(_loaded.by_class, _loaded.by_id):
-        return _Unpickler(io.BytesIO(data), fetch).load()
+    with _tracking(_ids, world.classes):
+        return _Unpickler(io.BytesIO(data), fetch, world).load()
 
 
 # --- classes in trees -------------------------------------------------------------------------------------------------
@@ -273,12 +278,26 @@ def class_reference(kind: type) -> tuple[str, bytes] | None:
 
 
 def _make_reference(kind: type) -> tuple[str, bytes] | None:
-    if is_importable(kind):
-        return None
-    data = pickle.dumps(dump(kind, f"class {kind.__qualname__}"))
-    with _tracking(_Both(), _own.by_id):
+    return None if is_importable(kind) else (class_id(kind), pickle.dumps(dump(kind, f"class {kind.__qualname__}")))
+
+
+def class_id(kind: type) -> str:
+    """By which every process knows the class."""
+    with _tracking(_ids, _own.by_id):
         number: str = _cloudpickle._get_or_create_tracker_id(kind)
-    return number, data
+    return number
+
+
+def is_own(kind: type) -> bool:
+    """Whether ``class_reference`` would give something."""
+    if kind.__module__ == "builtins":
+        return False
+    if kind not in _is_own:
+        _is_own[kind] = not is_importable(kind)
+    return bool(_is_own[kind])
+
+
+_is_own: Any = weakref.WeakKeyDictionary()
 
 
 def is_importable(obj: Any) -> bool:
@@ -292,17 +311,15 @@ def is_importable(obj: Any) -> bool:
     return found is obj
 
 
-def class_of(reference: tuple[str, bytes], *, inside: bool) -> type:
-    """Inverse of :func:`class_reference`.
-
-    Args:
-        inside: whether for the model's code; else the script's own class is preferred.
-    """
+def class_of(reference: tuple[str, bytes]) -> type:
+    """Inverse of :func:`class_reference`: the script's own class where it is one."""
     number, data = reference
-    known: type | None = None if inside else _own.by_id.get(number)
-    if known is None:
-        known = _loaded.by_id.get(number)
-    if known is None:
-        known = load(*pickle.loads(data))
-    assert known is not None
-    return known
+    own: type | None = _own.by_id.get(number)
+    return class_in(_outside, number, lambda: data) if own is None else own
+
+
+def class_in(world: World, number: str, data: Callable[[], bytes]) -> type:
+    """The class with this id in a world; made from its dump where the world has none."""
+    if number not in world.classes:
+        load(*pickle.loads(data()), world=world)
+    return world.classes[number]

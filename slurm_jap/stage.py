@@ -156,8 +156,8 @@ class _Held:
 class _Block:
     """One block as it lies on the device."""
 
-    def __init__(self, number: int, loaded: Any) -> None:
-        self.number = number
+    def __init__(self, number: int, loaded: Any, world: shipping.World) -> None:
+        self.number, self.world = number, world
         self.call: Callable[..., Any]
         self.modules: list[tuple[int, nn.Module]]
         self.parameters: dict[str, nn.Parameter]
@@ -200,11 +200,15 @@ class MemberStage:
 
         self.common = common
 
-        def place(data: bytes, found: Sequence[Tensor]) -> Any:
+        def place(data: bytes, found: Sequence[Tensor], world: shipping.World | None = None) -> Any:
             frozen = None if common is None else common.parameter
-            return shipping.load(data, found, lambda tensor: tensor.to(device, copy=copy), frozen)
+            return shipping.load(data, found, lambda tensor: tensor.to(device, copy=copy), frozen, world=world)
 
-        everything = [_Block(b.number, place(b.data, b.tensors)) for b in shipment.blocks]
+        worlds = [shipping.World() for _ in shipment.blocks]
+        everything = [
+            _Block(b.number, place(b.data, b.tensors, world), world)
+            for b, world in zip(shipment.blocks, worlds, strict=True)
+        ]
         self._everything = everything
         self._blocks = everything[:-1] if self.last else everything
         self._loss = everything[-1].call if self.last else None
@@ -348,7 +352,7 @@ class MemberStage:
             before = {id(t): t.grad_fn for t in trees.tensors(value)} if grad else {}
             draws.reseed(draws.key(self.settings.seed, iteration, number, block.number, direction), self.device)
             with self._timing(block, grad), autocasting(self.settings.autocast, self.device):
-                value = call_block(block.call, block.number, value)
+                value = call_block(block.call, block.number, trees.moved(value, block.world))
             switches.apply(Switches.current())
             value = trees.settle(value)
             if grad and self.watch is not None:
@@ -390,7 +394,7 @@ class MemberStage:
         )
         switches = Switches.current()
         with self._timing(self._everything[-1], True), autocasting(self.settings.autocast, self.device):
-            result = self._loss(output, target)
+            result = self._loss(*trees.moved((output, target), self._everything[-1].world))
         switches.apply(Switches.current())
         only = len(order.sizes) == 1
         if isinstance(result, microbatch.Loss):
@@ -600,7 +604,7 @@ class MemberStage:
     def model_state(self) -> dict[str, Tensor]:
         """Host copies of the parameters and buffers that this stage answers for, by name."""
         return {
-            name: tensor.detach().to("cpu", copy=True).clone(memory_format=torch.contiguous_format)
+            name: trees.contiguous(tensor.detach().to("cpu", copy=True))
             for name, tensor in [*self.parameters.items(), *self._buffers()]
         }
 

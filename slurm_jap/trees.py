@@ -43,11 +43,7 @@ def tree_map(function: Callable[[Any, str], Any], tree: Tree, path: str = "") ->
 
 
 def _like_dataclass(original: Any, values: dict[str, Any]) -> Any:
-    twin = object.__new__(type(original))
-    getattr(twin, "__dict__", {}).update(getattr(original, "__dict__", {}))
-    for name, value in values.items():
-        object.__setattr__(twin, name, value)
-    return twin
+    return _filled(type(original), {**getattr(original, "__dict__", {}), **values})
 
 
 def _like_mapping(original: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
@@ -137,16 +133,23 @@ def split_rows(name: str, tree: Tree, sizes: Sequence[int]) -> list[Tree]:
     return [piece(start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _is_row_list(value: Any) -> bool:
+def _is_row_list(value: Any, rows: int) -> bool:
+    """A list of one plain item per row, or of one list of plain items per row."""
+    if type(value) not in (list, tuple) or not value or all(v is None for v in value):
+        return False
+    if all(type(v) in _PLAIN for v in value):
+        return True
+    inner = [v for v in value if type(v) in (list, tuple)]
     return (
-        type(value) in (list, tuple)
-        and bool(value)
-        and all(isinstance(v, (str, bytes, int, float, bool)) for v in value)
+        type(value) is list
+        and len(inner) == len(value) == rows
+        and all(type(item) in _PLAIN for v in inner for item in v)
+        and not all(len(v) == rows for v in inner)  # then it is the lists in it that have an item per row
     )
 
 
 def _slice_plain_lists(tree: Tree, path: str, rows: int, start: int, size: int) -> Tree:
-    if _is_row_list(tree):
+    if _is_row_list(tree, rows):
         if len(tree) != rows:
             raise UsageError(
                 f"{path}: a list of {len(tree)} items, the batch has {rows} rows; give one item per row, or "
@@ -180,23 +183,44 @@ class _Pickler(pickle.Pickler):
         self._found = found
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor):
+        if isinstance(obj, Tensor) and obj.layout is torch.strided:  # others hold tensors, which are
             self._found.append(obj)
             return len(self._found) - 1
         if isinstance(obj, type):
-            return shipping.class_reference(obj)
+            return self._class(obj)
         if isinstance(obj, types.FunctionType) and not shipping.is_importable(obj):
             raise pickle.PicklingError(f"function {obj.__qualname__} can only go by value")
         return None
 
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if dataclasses.is_dataclass(kind) and "__slots__" in kind.__dict__ and shipping.is_own(kind):
+            # A class that went by value has lost its slots, and what was pickled there would not fit here.
+            fields = [f.name for f in dataclasses.fields(kind) if hasattr(obj, f.name)]
+            return _filled, (kind, {name: getattr(obj, name) for name in fields})
+        return NotImplemented
+
+    def _class(self, kind: type) -> Any:
+        return shipping.class_reference(kind)
+
+
+def _filled(kind: type, values: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, found: Sequence[Tensor], inside: bool) -> None:
+    def __init__(self, file: io.BytesIO, found: Sequence[Tensor]) -> None:
         super().__init__(file)
-        self._found, self._inside = found, inside
+        self._found = found
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._found[pid] if isinstance(pid, int) else shipping.class_of(pid, inside=self._inside)
+        return self._found[pid] if isinstance(pid, int) else self._class(pid)
+
+    def _class(self, pid: Any) -> type:
+        return shipping.class_of(pid)
 
 
 def encode(tree: Tree) -> tuple[bytes, list[Tensor]]:
@@ -219,15 +243,63 @@ _BY_VALUE = b"v"
 """Before a tree that was dumped whole; no pickle begins with it."""
 
 
-def decode(data: bytes, found: Sequence[Tensor], *, inside: bool = False) -> Tree:
-    """Inverse of :func:`encode`.
-
-    Args:
-        inside: whether for the model's code: the script's own classes are preferred elsewhere.
-    """
+def decode(data: bytes, found: Sequence[Tensor]) -> Tree:
+    """Inverse of :func:`encode`; the script's own classes are themselves again."""
     if data.startswith(_BY_VALUE):
         return shipping.load(data[1:], found)
-    return _Unpickler(io.BytesIO(data), found, inside).load()
+    return _Unpickler(io.BytesIO(data), found).load()
+
+
+class _Mover(_Pickler):
+    def __init__(self, file: io.BytesIO, found: list[Tensor], kinds: list[type]) -> None:
+        super().__init__(file, found)
+        self._kinds = kinds
+
+    def _class(self, kind: type) -> Any:
+        if not shipping.is_own(kind):
+            return None
+        self._kinds.append(kind)
+        return ("class", len(self._kinds) - 1)
+
+
+class _Moved(_Unpickler):
+    def __init__(self, file: io.BytesIO, found: Sequence[Tensor], kinds: list[type], world: shipping.World) -> None:
+        super().__init__(file, found)
+        self._kinds, self._world = kinds, world
+
+    def _class(self, pid: Any) -> type:
+        kind = self._kinds[pid[1]]
+        return shipping.class_in(
+            self._world,
+            shipping.class_id(kind),
+            lambda: shipping.class_reference(kind)[1],  # type: ignore[index]
+        )
+
+
+def moved(tree: Tree, world: shipping.World) -> Tree:
+    """The tree as values of another world: same tensors, and the world's own classes in place of their likes."""
+    if _is_plain(tree):
+        return tree
+    found: list[Tensor] = []
+    kinds: list[type] = []
+    file = io.BytesIO()
+    try:
+        _Mover(file, found, kinds).dump(tree)
+    except (pickle.PicklingError, AttributeError, TypeError, ImportError):
+        return tree_map(lambda leaf, _: leaf, tree)  # with functions in it: they take their world along
+    return _Moved(io.BytesIO(file.getvalue()), found, kinds, world).load()
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def _is_plain(tree: Tree) -> bool:
+    """Whether there is no class in it that belongs to a world."""
+    if isinstance(tree, Tensor) or type(tree) in _PLAIN:
+        return True
+    if type(tree) in (list, tuple):
+        return all(map(_is_plain, tree))
+    return type(tree) is dict and all(map(_is_plain, tree.values()))
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -264,6 +336,16 @@ def settled(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of its values; of a sparse tensor about, for it has none to ask for."""
+    return tensor.nbytes if tensor.layout is torch.strided else tensor._nnz() * tensor.element_size()
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor laid out row by row, where it is strided at all."""
+    return tensor.contiguous() if tensor.layout is torch.strided else tensor
+
+
 def settle(tree: Tree) -> Tree:
     """The tree with every tensor settled, and no two of them in the same memory, as if each had been sent."""
     seen: set[int] = set()
@@ -288,12 +370,12 @@ def cloned(tree: Tree) -> Tree:
 
 
 def as_sent(tree: Tree) -> Tree:
-    """The tree as the engine would receive it: nothing of it is the script's own."""
-    return decode(*encode(cloned(tree)), inside=True)
+    """The tree as if it had been sent: no object in it, and no tensor, is the script's own."""
+    return decode(*encode(cloned(tree)))
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def to_device(tree: Tree, device: torch.device) -> Tree:

@@ -242,6 +242,9 @@ def same_bits(left: Any, right: Any, path: str = "") -> None:
         assert isinstance(right, torch.Tensor), path
         assert left.shape == right.shape, f"{path}: {left.shape} and {right.shape}"
         assert left.dtype == right.dtype, f"{path}: {left.dtype} and {right.dtype}"
+        assert left.layout == right.layout, f"{path}: {left.layout} and {right.layout}"
+        if left.layout is not torch.strided:
+            left, right = left.to_dense(), right.to_dense()
         equal = torch.equal(left.nan_to_num(), right.nan_to_num()) and torch.equal(left.isnan(), right.isnan())
         assert equal, f"{path}: differs by up to {(left.double() - right.double()).abs().max():.3g}"
     elif isinstance(left, dict):

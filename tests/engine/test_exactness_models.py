@@ -395,6 +395,60 @@ def weights_in_the_tree() -> Any:
     return fit(model, Sgd(model.parameters()), token_loss, tokens(4))
 
 
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Any:
+        return (torch.fft.rfft(x) * self.filter).conj()
+
+
+class FromSpectrum(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, classes)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.linear(torch.fft.irfft(z.conj(), n=6) + z.imag.sum(1, keepdim=True))
+
+
+def complex_numbers() -> Any:
+    """Conjugates are views that only promise to conjugate."""
+    torch.manual_seed(31)
+    model = nn.Sequential(nn.Linear(6, 6), Spectrum(), FromSpectrum(6), Spectrum(), FromSpectrum(3))
+    return fit(model, torch.optim.Adam(model.parameters(), lr=0.02), CROSS_ENTROPY, rows(3), clip_grad_norm=1.0)
+
+
+class OnGraph(nn.Module):
+    """A sparse matrix as a buffer, and one in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", (torch.eye(6) + torch.ones(6, 6).tril(-4)).to_sparse())
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, both: Any) -> Any:
+        x, weights = both
+        return torch.tanh(self.linear(torch.sparse.mm(self.edges, x.T).T)), weights
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, both: Any) -> Tensor:
+        return self.linear(both[0] * torch.sparse.mm(both[1], torch.ones(6, 1)))
+
+
+def sparse_tensors() -> Any:
+    torch.manual_seed(32)
+    model = nn.Sequential(OnGraph(), OnGraph(), OnGraph(), Weighted())
+    data = [(((x, (x > 0).float().to_sparse()),), {}, y) for (x,), _, y in rows(3)]
+    return fit(model, Sgd(model.parameters()), CROSS_ENTROPY, data, microbatches=1)
+
+
 # --- blocks that are no modules ---------------------------------------------------------------------------------------
 
 
@@ -665,7 +719,8 @@ MODELS = {
 TREES = {
     case.__name__: case
     for case in [
-        trees_between_blocks, own_types, weights_in_the_tree, functions_as_blocks, train_mode_only_parameters,
+        trees_between_blocks, complex_numbers, sparse_tensors, own_types, weights_in_the_tree, functions_as_blocks,
+        train_mode_only_parameters,
         modules_with_state, parametrized, frozen_and_unused, mlp_with_dropout,
     ]
 }  # fmt: skip
