@@ -6,6 +6,7 @@ The device is the CPU here; what is moved, and when, is the same.
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
 import pytest
@@ -106,6 +107,43 @@ def test_members_that_take_turns_on_the_device_equal_themselves_alone(stages: in
     assert outcome.code == 0, outcome
     for index in members:
         same_bits(outcome.answers[index], by_itself(index))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_uneven_members_in_any_order_equal_themselves_alone(seed: int) -> None:
+    """Sizes, micro-batches (up to more than the cap of activations), commands and the bound at random."""
+
+    def uneven(width: int, microbatches: int, calls: list[str], member: int) -> Any:
+        torch.manual_seed(member)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)))
+        trainer = jap.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01), loss_fn, microbatches=microbatches)
+        seen: list[Any] = []
+        x = torch.randn(2 * microbatches, width)
+        for call in calls:
+            if call == "step":
+                seen.append(trainer.step(x, target=x))
+            elif call == "evaluate":
+                seen.append(trainer.evaluate([(x, x)] * 5, metric))
+            else:
+                seen.append(trainer.state_dict())
+        return [value.loss if isinstance(value, jap.StepResult) else value for value in seen]
+
+    draw = random.Random(seed)
+    print("seed", seed)
+    stages = draw.choice([2, 3])
+    widths = [draw.choice([16, 32, 48]) for _ in range(5)]
+    members = {
+        i: functools.partial(
+            uneven, width, draw.choice([1, 3, 12]), draw.choices(["step", "evaluate", "state"], [6, 2, 1], k=10), i
+        )
+        for i, width in enumerate(widths)
+    }
+    largest = 4 * 4 * (6 // stages) * max(width * width + width for width in widths)
+    bound = int(largest * draw.choice([1.0, 1.5, 2.2])) + 1024
+    outcome = together(members, stages=stages, engine_variables={ENV_DEVICE_MEMORY: str(bound)}, seconds=90.0)
+    assert outcome.code == 0, outcome
+    for index, function in members.items():
+        same_bits(outcome.answers[index], alone(function))
 
 
 @pytest.mark.parametrize("stages", [1, 2])
