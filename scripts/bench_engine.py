@@ -9,6 +9,7 @@ Stages sleep: a forward 10 ms, a backward 20 ms (on average where they are uneve
 ``over_1f1b``: seconds of the members one after another under 1F1B (GPipe for one micro-batch) over those together;
 ``over_barrier``: the same members when each waits for all others after every step, over together. The walls are from
 the first step asked for to the last one done, of N iterations: filling and draining included, starting up excluded.
+``f1b_over_simulated`` is what the machine costs the baseline: on a loaded machine neither side comes near 1.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MEMBER_SIZES = (0.6, 1.4, 0.8, 1.2)
 STAGE_SIZES = (0.75, 1.25)
 COLUMNS = (
     "stages", "members", "microbatches", "uneven", "wall", "spread", "over_1f1b", "over_best_other", "best_other",
-    "over_barrier", "wall_over_simulated", "wall_over_bound", "wall_over_busiest", "load",
+    "over_barrier", "wall_over_simulated", "f1b_over_simulated", "wall_over_bound", "wall_over_busiest", "load",
 )  # fmt: skip
 
 
@@ -99,6 +100,15 @@ def simulated(case: Case, iterations: int) -> float:
     """Seconds that the engine's rule takes for ``iterations`` iterations of every member, from empty to empty."""
     layout = Layout(case.problem)
     return run_rule(layout, plain_rule(layout), iterations).end * layout.tick
+
+
+def simulated_alone(case: Case, iterations: int) -> float:
+    """The same with every member alone, one after another: what 1F1B would take on a machine without any overhead."""
+    layout = Layout(case.problem)
+    return sum(
+        run_rule(single, plain_rule(single), iterations).end * single.tick
+        for single in map(layout.alone, range(case.members))
+    )
 
 
 def batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,6 +315,7 @@ def measure(case: Case, ours: Ours, theirs: Theirs, *, others: bool) -> dict[str
         "f1b": f1b,
         "f1b_walls": base,
         "over_1f1b": f1b / wall,
+        "f1b_over_simulated": f1b / simulated_alone(case, ITERATIONS),
         "best_other": best and best[1],
         "over_best_other": best and best[0] / wall,
         "over_barrier": per_iteration(barriered) * ITERATIONS / wall,

@@ -392,7 +392,7 @@ def charlm() -> dict[str, Any]:
     """Steps per second of the example's network on two stages, each on a core of its own."""
     cores = tuple(sorted(os.sched_getaffinity(0))[:2])
     rows = []
-    iterations = 20
+    iterations = 6
     with Session(2, 4) as session, tempfile.TemporaryDirectory(prefix="jap-bench-") as folder:
         base = Pipeline(2, folder, cores)
         work = Work(
