@@ -1,8 +1,8 @@
 """The product in a minute, on any machine: examples/digits' eight members trained together, then one after another.
 
-Runs ``jap-submit --jap-local sweep.sh`` (no Slurm needed) and shows its members as they train; runs each member alone
-through the same engine with as many processes; then compares wall times, logs and trained parameters. Ends with code 0
-only if every member completed and both ways gave the same bits.
+Runs ``jap-submit --jap-local sweep.sh`` (no Slurm needed) and shows its members as they train; runs them again one
+after another (``%1``), each alone in the same engine with as many processes; then compares wall times, logs and trained
+parameters. Ends with code 0 only if every member completed and both ways gave the same bits.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Run:
     wall: float
     """Seconds from typing the command to its end."""
     training: float
-    """Seconds from the first member's joining the engine to the last one's leaving it; NaN if none did."""
+    """Seconds during which at least one member was in the engine; NaN if none was."""
     view: SweepView
+    folder: Path
 
 
 def main() -> int:
@@ -75,44 +76,35 @@ def main() -> int:
 
 def demo(console: Console, folder: Path, array: str, epochs: int) -> int:
     indices = array_spec.parse(array, max_size=1001).indices
-    console.print(
-        f"Training {len(indices)} members of examples/digits together, in {STAGES} stages:\n"
-        f"    jap-submit --jap-local --array={array} sweep.sh --epochs {epochs}"
-    )
-    together = run_array(console, folder / "together", array, epochs)
+    listed, cores = ",".join(map(str, indices)), len(os.sched_getaffinity(0))
+    console.print(f"Training {len(indices)} members of examples/digits together, in {STAGES} stages:")
+    together = run_array(console, folder / "together", listed, epochs)
+    console.print("The same members in the same way, but one after another (%1), each alone in the engine:")
+    alone = run_array(console, folder / "one-after-another", f"{listed}%1", epochs)
 
-    console.print(f"Done in {together.wall:.0f} s. The same members one after another, alone in the same engine:")
-    console.print(
-        f"    for i in {' '.join(map(str, indices))}: jap-submit --jap-local --array=$i sweep.sh --epochs {epochs}"
-    )
-    alone: dict[int, Run] = {}
-    for index in indices:
-        alone[index] = run_array(console, folder / "alone" / str(index), str(index), epochs, earlier=alone)
-    console.print(f"Done in {sum(run.wall for run in alone.values()):.0f} s.")
-
-    members, cores = together.view.members, len(os.sched_getaffinity(0))
-    same_logs = [m.member.index for m in members if same_log(m, alone[m.member.index])]
-    same_models = [i for i in indices if same_parameters(folder, i)]
-    console.print(results(together.view))
-    console.print(times(together, list(alone.values())))
+    pairs = list(zip(together.view.members, alone.view.members, strict=True))
+    same_logs = [m.member.index for m, other in pairs if same_log(m, other)]
+    same_models = [i for i in indices if same_parameters(together, alone, i)]
+    console.print(member_table(together.view.members, final=True))
+    console.print(times(together, alone))
     console.print(
         Text(
-            f"Both ways use {STAGES} engine processes and one process per member at work, on {cores} CPU cores. "
-            "One after another: an array of one member each, one at a time. Training only: from the first "
-            "member's joining the engine to the last one's leaving it, for the second column summed over the members."
+            f"Both ways: one array, {STAGES} engine processes, one process per member at work, on {cores} CPU cores. "
+            "In training: the time during which at least one member was in the engine; together, later members "
+            "start up on the same cores meanwhile."
         )
     )
     console.print(
         f"Equal bit for bit, together and alone: every loss and accuracy that the scripts printed for "
         f"{len(same_logs)} of {len(indices)} members, all trained parameters for {len(same_models)} of {len(indices)}."
     )
-    completed = all(m.state is MemberState.COMPLETED for run in (together, *alone.values()) for m in run.view.members)
+    completed = all(m.state is MemberState.COMPLETED for run in (together, alone) for m in run.view.members)
     if not completed:
         console.print("demo: not every member completed")
     return 0 if completed and len(same_logs) == len(same_models) == len(indices) else 1
 
 
-def run_array(console: Console, folder: Path, array: str, epochs: int, earlier: dict[int, Run] | None = None) -> Run:
+def run_array(console: Console, folder: Path, array: str, epochs: int) -> Run:
     """Submit a copy of the example in a folder of its own and show its members until it has ended.
 
     Raises:
@@ -126,20 +118,22 @@ def run_array(console: Console, folder: Path, array: str, epochs: int, earlier: 
         raise UsageError(f"{folder} exists: remove it, or pass another --dir") from None
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    command = [sys.executable, "-m", "slurm_jap.submit", "--jap-local", f"--array={array}"]
-    command += ["sweep.sh", "--epochs", str(epochs)]
+    words = ["--jap-local", f"--array={array}", "sweep.sh", "--epochs", str(epochs)]
+    console.print(Text(f"    jap-submit {' '.join(words)}"))
     began = time.monotonic()
     with (folder / "jap-submit.log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            [sys.executable, "-m", "slurm_jap.submit", *words],
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
         try:
-            reader = watch(console, process, folder, began, earlier or {})
+            reader = watch(console, process, folder, began)
         finally:
             if process.poll() is None:
                 end(process)
     wall = time.monotonic() - began
+    console.print(f"    done in {wall:.0f} s")
     said = (folder / "jap-submit.log").read_text(errors="replace").strip()
     if reader is None:
         raise DemoError(f"jap-submit ended with code {process.returncode}: {said or 'it said nothing'}")
@@ -147,12 +141,10 @@ def run_array(console: Console, folder: Path, array: str, epochs: int, earlier: 
     if any(m.state is not MemberState.COMPLETED for m in view.members):
         console.print(status_table.render(view, view.members))
         console.print(Text(said))
-    return Run(wall=wall, training=training_seconds(reader), view=view)
+    return Run(wall=wall, training=training_seconds(reader), view=view, folder=folder)
 
 
-def watch(
-    console: Console, process: subprocess.Popen[bytes], folder: Path, began: float, earlier: dict[int, Run]
-) -> SweepReader | None:
+def watch(console: Console, process: subprocess.Popen[bytes], folder: Path, began: float) -> SweepReader | None:
     """Redraw the members' table until the process has ended; None if it left no sweep directory."""
     reader: SweepReader | None = None
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -165,8 +157,7 @@ def watch(
                     reader = None
             elapsed = time.monotonic() - began
             if reader is not None:
-                shown = [m for run in earlier.values() for m in run.view.members] + reader.look().members
-                live.update(Group(member_table(shown), f"{elapsed:.0f} s"), refresh=True)
+                live.update(Group(member_table(reader.look().members), f"{elapsed:.0f} s"), refresh=True)
             if not running:
                 return reader
             if elapsed > LIMIT_SECONDS:
@@ -185,14 +176,19 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def training_seconds(reader: SweepReader) -> float:
-    joined, left = [], []
+    """Length of the union of the members' stays in the engine."""
+    stays = []
     for member in reader.look().members:
-        for event in reader.directory.events(store.member_writer(member.member.index)):
-            if event["kind"] == "joined":
-                joined.append(event["time"])
-            elif event["kind"] == "left":
-                left.append(event["time"])
-    return max(left) - min(joined) if joined and left else float("nan")
+        events = list(reader.directory.events(store.member_writer(member.member.index)))
+        begun = [event["time"] for event in events if event["kind"] == "joined"]
+        ended = [event["time"] for event in events if event["kind"] == "left"]
+        if begun and ended:
+            stays.append((begun[0], ended[-1]))
+    total, until = 0.0, float("-inf")
+    for begin, end_ in sorted(stays):
+        total += max(0.0, end_ - max(begin, until))
+        until = max(until, end_)
+    return total if stays else float("nan")
 
 
 def hyper_parameters(argv: tuple[str, ...]) -> dict[str, str]:
@@ -223,32 +219,27 @@ def member_table(members: list[MemberView], final: bool = False) -> Table:
     return table
 
 
-def results(view: SweepView) -> Table:
-    return member_table(view.members, final=True)
-
-
-def times(together: Run, alone: list[Run]) -> Table:
+def times(together: Run, alone: Run) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("wall time")
     for name in ("together", "one after another", "ratio"):
         table.add_column(name, justify="right")
-    rows = [
-        ("whole, processes' start-up included", together.wall, sum(run.wall for run in alone)),
-        ("training only", together.training, sum(run.training for run in alone)),
-    ]
-    for name, fast, slow in rows:
+    for name, fast, slow in (
+        ("whole, start-up of all processes included", together.wall, alone.wall),
+        ("in training", together.training, alone.training),
+    ):
         table.add_row(name, f"{fast:.1f} s", f"{slow:.1f} s", f"{slow / fast:.2f}")
     return table
 
 
-def same_log(member: MemberView, alone: Run) -> bool:
+def same_log(member: MemberView, alone: MemberView) -> bool:
     """Whether the member's whole output file equals that of the run alone; losses are printed with all their bits."""
-    own, other = (Path(m.member.output) for m in (member, alone.view.members[0]))
+    own, other = Path(member.member.output), Path(alone.member.output)
     return own.is_file() and other.is_file() and own.stat().st_size > 0 and own.read_bytes() == other.read_bytes()
 
 
-def same_parameters(folder: Path, index: int) -> bool:
-    files = [folder / "together" / f"digits_{index}.pt", folder / "alone" / str(index) / f"digits_{index}.pt"]
+def same_parameters(together: Run, alone: Run, index: int) -> bool:
+    files = [run.folder / f"digits_{index}.pt" for run in (together, alone)]
     if not all(file.is_file() for file in files):
         return False
     first, second = (torch.load(file, weights_only=True) for file in files)
