@@ -30,7 +30,6 @@ import queue
 import shutil
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -64,23 +63,27 @@ _MOVED = object()
 
 
 class Marker:
-    """Memory that an engine shares with its agent: whose code is running, and since when. Survives the engine."""
+    """Memory that an engine shares with its agent: whose code is running, and since when. Survives the engine.
 
-    _FORMAT = struct.Struct("<qd")
-    NOBODY = -1
+    Both facts are one aligned 64-bit word, written in one store, so that no reader ever sees half of a change: the
+    clock in milliseconds above ``_BITS`` bits of the member's array index plus one (0: nobody).
+    """
+
+    _BITS = 24
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, self._FORMAT.size)
-        self.set(self.NOBODY)
+        self._word = memoryview(mmap.mmap(-1, 8)).cast("q")
+        self.set(None)
 
-    def set(self, member: int) -> None:
-        """This member's code runs from now on."""
-        self._FORMAT.pack_into(self._memory, 0, member, time.monotonic())
+    def set(self, member: int | None) -> None:
+        """This member's code runs from now on; None: nobody's."""
+        self._word[0] = (int(time.monotonic() * 1000) << self._BITS) | (0 if member is None else member + 1)
 
     def get(self) -> tuple[int | None, float]:
         """The member, or None, and the seconds since then."""
-        member, since = self._FORMAT.unpack_from(self._memory, 0)
-        return (None if member == self.NOBODY else member), time.monotonic() - since
+        word = self._word[0]
+        member = word & ((1 << self._BITS) - 1)
+        return (member - 1 if member else None), time.monotonic() - (word >> self._BITS) / 1000
 
 
 class Command:
@@ -468,7 +471,7 @@ class Engine:
             self._remove(lane)
         finally:
             self.acting = None
-            self._marker.set(Marker.NOBODY)
+            self._marker.set(None)
 
     def _report(self, lane: Lane, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
@@ -714,7 +717,7 @@ class Agent:
                 if member is None or seconds <= self._limit or child in self._overdue:
                     continue
                 late[child] = member
-                if before.get(child) == member:  # seen twice: one look may fall between two writes of the marker
+                if before.get(child) == member:  # a machine that slept is given one more look
                     self._overdue[child] = seconds
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
