@@ -92,8 +92,8 @@ def legend(plan: Plan) -> Sequence[str]:
     return (
         f"Times are {base}. A device's memory: {limit}. Alone, a member takes {stages}{alone}.",
         "iteration, bound: one iteration of all members of a group, simulated, and the least that any order can take.",
-        "time: of the whole array, over one member alone. GPU-hours: over the plain array's on as many GPUs; same memory:",
-        "over those of a plain array whose GPUs hold as much.",
+        "time: of the whole array, over one member alone. GPU-hours: over the plain array's on as many GPUs; same",
+        "memory: over those of a plain array whose GPUs hold as much.",
         f"Chosen for {plan.goal}: {shape_text(plan.chosen)}; {plan.why}.",
     )
 

@@ -10,7 +10,7 @@ from slurm_jap.engine import Marker
 
 
 def test_a_reader_sees_only_what_was_written() -> None:
-    """A torn word would name a member that ran nothing, since a time that never was: a healthy engine would be ended."""
+    """A torn word would name a member that ran nothing, since a time that never was, and end a healthy engine."""
     marker = Marker()
     child = os.fork()
     if child == 0:
