@@ -77,6 +77,13 @@ class StepResult:
         """Refused: ``step`` has done it."""
         raise UsageError("backward(): trainer.step(x, target=y) has done backward and optimizer step; leave them out")
 
+    def item(self) -> float:
+        """The loss as a number."""
+        return float(self.loss)
+
+    def __float__(self) -> float:
+        return float(self.loss)
+
     def __repr__(self) -> str:
         if not self._pending.done:
             return "StepResult(pending)"
@@ -231,7 +238,15 @@ class Trainer:
         how = inspection.Pass(args, kwargs, target, with_loss, self._autocast, self._device)
         whole = taken.whole
         with inspection.unseen(self._device):
-            expected = inspection.output_of(whole, how)
+            try:
+                expected = inspection.output_of(whole, how)
+            except Exception as error:
+                if target is None and with_loss and len(args) > 1:
+                    raise UsageError(
+                        f"step got {len(args)} inputs and no target, and the model failed on them "
+                        f"({type(error).__name__}: {error}); name the target: trainer.step(x, target=y)"
+                    ) from error
+                raise
             shipment = make_shipment(
                 model=whole.model,
                 blocks=whole.blocks,

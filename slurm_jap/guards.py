@@ -29,19 +29,23 @@ def check_arguments(model: Any, optimizer: Any, loss_fn: Any, blocks: Sequence[A
         UsageError: with what to use instead.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"prepare: model is a {type(model).__name__}; pass an nn.Module")
+        raise UsageError(f"prepare: model is of type {type(model).__name__}; pass an nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"prepare: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
+        raise UsageError(f"prepare: optimizer is of type {type(optimizer).__name__}; pass a torch.optim.Optimizer")
     if not callable(loss_fn):
-        raise UsageError(f"prepare: loss_fn is a {type(loss_fn).__name__}; pass a function of (output, target)")
+        raise UsageError(f"prepare: loss_fn is of type {type(loss_fn).__name__}; pass a function of (output, target)")
     if after_step is not None and not callable(after_step):
-        raise UsageError(f"prepare: after_step is a {type(after_step).__name__}; pass a function of (params, step)")
+        raise UsageError(
+            f"prepare: after_step is of type {type(after_step).__name__}; pass a function of (params, step)"
+        )
     if blocks is not None:
         if len(blocks) == 0:
             raise UsageError("prepare: blocks=[] is empty; pass the functions whose composition is model(x)")
         for number, block in enumerate(blocks):
             if not callable(block):
-                raise UsageError(f"prepare: blocks[{number}] is a {type(block).__name__}; pass functions or modules")
+                raise UsageError(
+                    f"prepare: blocks[{number}] is of type {type(block).__name__}; pass functions or modules"
+                )
     for module in model.modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:

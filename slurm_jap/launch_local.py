@@ -28,6 +28,8 @@ from slurm_jap.store import SweepDir
 from slurm_jap.sweep import Member, MemberState, Sweep, exit_code_of, state_of
 
 LAUNCHER = "local"
+FILE_COLUMNS = 160
+"""Width of a table that goes to a file or a pipe: paths stay whole."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -307,6 +309,8 @@ def _draw(folder: SweepDir, over: threading.Event) -> None:
     from slurm_jap.status_view import SweepReader
 
     reader, console = SweepReader(folder), Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_COLUMNS)
     if not console.is_terminal:
         over.wait()
         view = reader.look()

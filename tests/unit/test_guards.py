@@ -76,12 +76,12 @@ def trainer() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": 3}, r"model is a int; pass an nn\.Module"),
-        ({"optimizer": 3}, r"optimizer is a int; pass a torch\.optim\.Optimizer"),
-        ({"loss": 3}, r"loss_fn is a int; pass a function of \(output, target\)"),
-        ({"after_step": 3}, r"after_step is a int; pass a function of \(params, step\)"),
+        ({"model": 3}, r"model is of type int; pass an nn\.Module"),
+        ({"optimizer": 3}, r"optimizer is of type int; pass a torch\.optim\.Optimizer"),
+        ({"loss": 3}, r"loss_fn is of type int; pass a function of \(output, target\)"),
+        ({"after_step": 3}, r"after_step is of type int; pass a function of \(params, step\)"),
         ({"blocks": []}, r"blocks=\[\] is empty; pass the functions whose composition is model\(x\)"),
-        ({"blocks": [nn.Identity(), 3]}, r"blocks\[1\] is a int; pass functions or modules"),
+        ({"blocks": [nn.Identity(), 3]}, r"blocks\[1\] is of type int; pass functions or modules"),
         ({"microbatches": 0}, r"microbatches=0: it must be a whole number of at least 1"),
         ({"microbatches": 2.0}, r"microbatches=2\.0: it must be a whole number"),
         ({"microbatches": True}, r"microbatches=True: it must be a whole number"),
