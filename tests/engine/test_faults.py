@@ -234,7 +234,8 @@ def test_code_that_ends_the_engine_costs_only_its_member(
     assert outcome.codes[0] == 1
     assert "code of member 0 ends the engine" in outcome.logs[0]
     assert words in outcome.logs[0]
-    assert sum(e["kind"] == "engine_started" for e in outcome.events) == 3
+    starts = sum(e["kind"] == "engine_started" for e in outcome.events)
+    assert starts in (2, 3), "none is started any more where the siblings have ended by then"
 
 
 def test_code_that_never_returns_is_ended(expected: dict[int, Any]) -> None:
