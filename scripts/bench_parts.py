@@ -431,6 +431,7 @@ _SCRIPT = """#!/bin/bash
 #SBATCH --job-name=bench
 #SBATCH --output=out_%a
 #JAP --stages=2
+export OMP_NUM_THREADS=1
 exec {python} {script} {arguments}
 """
 

@@ -6,12 +6,15 @@ The device is the CPU here; what is moved, and when, is the same.
 from __future__ import annotations
 
 import functools
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from array_harness import alone, same_bits, together
+from support import wait_until
 from torch import nn
 
 import slurm_jap as jap
@@ -156,17 +159,24 @@ def test_gradients_that_are_accumulated_move_too(stages: int) -> None:
         same_bits(outcome.answers[index], alone(function))
 
 
-def test_what_lies_on_the_device_stays_within_the_bound_and_moves_are_counted() -> None:
-    members = {i: functools.partial(train, i, memory=True) for i in range(4)}
+def test_what_lies_on_the_device_stays_within_the_bound_and_moves_are_counted(tmp_path: Path) -> None:
+    count = 4
+
+    def together_with_all(index: int, folder: str) -> Any:
+        Path(folder, str(index)).touch()  # who trains while nobody else is there need not make room
+        wait_until(lambda: len(os.listdir(folder)) == count, 60, every=0.01)
+        return train(index, memory=True)
+
+    members = {i: functools.partial(together_with_all, i, str(tmp_path)) for i in range(count)}
     bound = 2 * state_bytes(1) + 4096
     outcome = together(members, stages=1, engine_variables={ENV_DEVICE_MEMORY: str(bound)}, seconds=90.0)
     assert outcome.code == 0, outcome
     for answer in outcome.answers.values():
         report = answer["memory"]["0"]
         assert 0 < report["held_bytes"] <= bound == report["bound"]
-        assert report["switches"] > 0
         assert report["bytes_in"] <= report["bytes_out"]
         assert 0 <= report["waited_us"] <= report["moving_us"] * 2
+    assert any(answer["memory"]["0"]["switches"] > 0 for answer in outcome.answers.values())
 
 
 def test_a_member_that_can_never_fit_is_refused_and_its_siblings_go_on() -> None:
