@@ -167,6 +167,7 @@ class Climber:
             return True
         if layout.kind[later % slots] is not Kind.FORWARD or layout.kind[earlier % slots] is not Kind.BACKWARD:
             return True
+        self.steps += slots
         stage = later // slots
         sizes = [m.activation[stage] if m.activation else 0 for m in problem.members]
         # Once round the stage from the backward on: each visit is one iteration of its node.

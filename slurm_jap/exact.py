@@ -27,7 +27,7 @@ MOST_ACTIONS = 2000
 """Beyond this many actions per period the model is not even built."""
 RESOLUTION = 1e-4
 """Bisection ends when the gap is below this share of the period."""
-FINENESS = 3000
+FINENESS = 10_000
 """A period is at least this many of the model's units of time."""
 
 
