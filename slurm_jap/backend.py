@@ -250,6 +250,7 @@ def answer(
     device: torch.device,
 ) -> Any:
     """What the last stage sends back for one evaluated micro-batch."""
+    output = trees.tree_map(lambda leaf, _: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
     if order.metric is None:
         return trees.to_device(output, torch.device("cpu"))
     switches = Switches.current()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_jap import blocks as blocks_module
-from slurm_jap import guards, inspection, measure, membership, microbatch, shipping, trees
+from slurm_jap import guards, handover, inspection, measure, membership, microbatch, separable, shipping, trees
 from slurm_jap.backend import Backend, EvaluateOrder, LocalBackend, Pending
 from slurm_jap.errors import PREFIX, USAGE_EXIT_CODE, UsageError
 from slurm_jap.profile import Profile
@@ -179,13 +179,15 @@ class Trainer:
         self._check_groups()
         while len(self._ahead) >= RUN_AHEAD:
             self._ahead.popleft().wait()
+        with torch._C.DisableTorchFunctionSubclass():  # hollow parameters answer slowly otherwise
+            trainable = tuple([parameter.requires_grad for parameter in self._trainable_of])
         order = StepOrder(
             iteration=self._batches,
             sizes=tuple(sizes),
             apply=(self._batches + 1) % self._accumulate == 0,
             step=self._batches // self._accumulate,
             modes=tuple([module.training for module in self._user_modules]),
-            trainable=tuple([parameter.requires_grad for parameter in self._trainable_of]),
+            trainable=trainable,
             groups=guards.group_values(self._user_optimizer),
             deferred=deferred,
         )
@@ -237,16 +239,16 @@ class Trainer:
         args, kwargs = inputs
         how = inspection.Pass(args, kwargs, target, with_loss, self._autocast, self._device)
         whole = taken.whole
-        with inspection.unseen(self._device):
-            try:
-                expected = inspection.output_of(whole, how)
-            except Exception as error:
-                if target is None and with_loss and len(args) > 1:
-                    raise UsageError(
-                        f"step got {len(args)} inputs and no target, and the model failed on them "
-                        f"({type(error).__name__}: {error}); name the target: trainer.step(x, target=y)"
-                    ) from error
-                raise
+        try:
+            differentiates, expected = self._output_of(whole, how)
+        except Exception as error:
+            if target is None and with_loss and len(args) > 1:
+                raise UsageError(
+                    f"step got {len(args)} inputs and no target, and the model failed on them "
+                    f"({type(error).__name__}: {error}); name the target: trainer.step(x, target=y)"
+                ) from error
+            raise
+        with inspection.unseen(self._device, grad=differentiates):
             shipment = make_shipment(
                 model=whole.model,
                 blocks=whole.blocks,
@@ -261,10 +263,13 @@ class Trainer:
                     "clip_norm_type": 2.0 if self._clip_norm is None else self._clip_norm[1],
                     "clip_value": self._clip_value,
                     "autocast": self._autocast,
+                    "differentiates": differentiates,
                     "selfcheck": os.environ.get("JAP_SELFCHECK", "") not in ("", "0"),
                 },
             )
-            output, passes = inspection.check(whole, shipment.blocks, expected, how)
+            output, passes, warning = inspection.check(whole, shipment.blocks, expected, how)
+        if warning:
+            warnings.warn(warning, stacklevel=3)
         self._backend.start(shipment, self._estimate(taken, shipment, passes, inputs))
         self._taken = None
         if self._kept_after_step:
@@ -272,6 +277,15 @@ class Trainer:
             self._kept_after_step = {}
         self._loss = shipment.blocks[-1].data, shipment.blocks[-1].tensors
         self._first_output = output if with_loss else None
+
+    def _output_of(self, whole: inspection.Whole, how: inspection.Pass) -> tuple[bool, Any]:
+        """Whether the model takes gradients in its forward, and its output."""
+        try:
+            with inspection.unseen(self._device):
+                return False, inspection.output_of(whole, how)
+        except RuntimeError:
+            with inspection.unseen(self._device, grad=True):
+                return True, inspection.output_of(whole, how)
 
     def _estimate(
         self,
@@ -301,53 +315,60 @@ class Trainer:
     def _is_deferred(self, inputs: Any, target: Any, rows: int) -> bool:
         """Whether gradients are divided late, which the first step decides; refuses a sum taken for a mean."""
         if self._deferred is None:
-            assert self._loss is not None
             output = self._first_output
             if output is None:  # the model was opened by forward or evaluate
                 order = EvaluateOrder(iteration=-1, sizes=(rows,), modes=self._eval_modes(), metric=None)
                 pending = self._backend.evaluate(order, Switches.current(), [inputs], [None])
                 output = pending.wait()["outputs"][0]
-            data, found = self._loss
-            device = self._device
-            with inspection.unseen(device):
-                world = shipping.World()
-                loss_fn, *_ = shipping.load(data, [t.clone() for t in found], world=world)
-                output, target = trees.moved(trees.to_device(trees.as_sent((output, target)), device), world)
-                several = self._look_at_loss(loss_fn, output, target, rows)
+            several, warning = self._look_at_loss(output, target, rows)
+            if warning:
+                warnings.warn(warning, stacklevel=3)
             self._loss = self._first_output = None
             self._deferred = self._accumulate > 1 or several
         return self._deferred
 
-    def _look_at_loss(self, loss_fn: Callable[..., Any], output: Any, target: Any, rows: int) -> bool:
-        """Whether the total over micro-batches is known only in the end."""
-        with blocks_module.autocasting(self._autocast, self._device):
-            result = loss_fn(*trees.cloned((output, target)))
-        if isinstance(result, microbatch.Loss):
-            microbatch.check_scalar(result.sum)
-            return self._microbatches > 1
-        microbatch.check_scalar(result)
-        if rows < 2 or self._microbatches == 1 or microbatch.says_its_reduction(loss_fn):
-            return False
-        sizes = [rows - rows // 2, rows // 2]
-        try:
-            with blocks_module.autocasting(self._autocast, self._device):
+    def _look_at_loss(self, output: Any, target: Any, rows: int) -> tuple[bool, str]:
+        """Whether the total over micro-batches is known only in the end, and what to warn of."""
+        assert self._loss is not None
+        data, found = self._loss
+        world, device = shipping.World(), self._device
+
+        def call(output: Any, target: Any) -> Any:
+            with blocks_module.autocasting(self._autocast, device):
+                return loss_fn(*trees.cloned((output, target)))
+
+        with inspection.unseen(device):
+            loss_fn, *_ = shipping.load(data, [t.clone() for t in found], world=world)
+            output, target = trees.moved(trees.to_device(trees.as_sent((output, target)), device), world)
+            try:
+                result = call(output, target)
+            except RuntimeError:  # perhaps only because it takes gradients
+                with torch.enable_grad():
+                    result = call(trees.differentiable(output), target)
+            if isinstance(result, microbatch.Loss):
+                microbatch.check_scalar(result.sum)
+                return self._microbatches > 1, ""
+            microbatch.check_scalar(result)
+            if rows < 2 or self._microbatches == 1 or microbatch.says_its_reduction(loss_fn):
+                return False, ""
+            sizes = [rows - rows // 2, rows // 2]
+            try:
                 kind = microbatch.whole_batch_kind(
-                    loss_fn, output, target, rows, lambda tree: trees.split_rows("output", tree, sizes)
+                    call, output, target, rows, lambda tree: trees.split_rows("output", tree, sizes)
                 )
-        except UsageError:
-            return False  # what cannot be halved by row cannot be judged here
+            except (UsageError, RuntimeError):
+                return False, ""  # what cannot be halved by row cannot be judged here
         if kind == "sum":
             raise UsageError(
                 "loss_fn returns a sum over rows, and a tensor is taken for their mean; return "
                 "slurm_jap.Loss(sum, count), or the mean"
             )
-        if kind == "other":
-            warnings.warn(
-                "jap: loss_fn is not a mean over rows: its value over a batch is not the mean of its "
-                "micro-batches; use microbatches=1, or return slurm_jap.Loss(sum, count)",
-                stacklevel=5,
-            )
-        return False
+        if kind == "mean":
+            return False, ""
+        return False, (
+            "jap: loss_fn is not a mean over rows: its value over a batch is not the mean of its micro-batches; use "
+            "microbatches=1, or return slurm_jap.Loss(sum, count)"
+        )
 
     def _eval_modes(self) -> tuple[bool, ...]:
         return (False,) * len(self._user_modules)
@@ -827,6 +848,8 @@ def prepare(
     names = {id(p): name for name, p in named_parameters(model, loss_fn).items()}
     guards.check_ownership(optimizer, names)
     parts = take_apart(optimizer, names)
+    with inspection.unseen(torch.device("cpu")):
+        separable.check(optimizer)
     shipping.forget_own_classes()
     data, tensors = shipping.dump((model, found, loss_fn, after_step), "the model, its blocks, loss_fn or after_step")
     world = shipping.World()
@@ -854,8 +877,9 @@ def prepare(
         autocast=autocast,
         device=torch.device("cpu") if member is not None else device,
     )
-    guards.empty_out(model, loss_fn, optimizer, trainer)
-    trainer._bind(list(named_parameters(model, loss_fn).values()))
+    handover.empty_out(model, loss_fn, optimizer, trainer)
+    with torch._C.DisableTorchFunctionSubclass():
+        trainer._bind(list(named_parameters(model, loss_fn).values()))
     _open_trainer = weakref.ref(trainer)
     weakref.finalize(trainer, backend.close).atexit = False  # at exit it leaves as below
     atexit.register(_abandon, weakref.ref(trainer), os.getpid())

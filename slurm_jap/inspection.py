@@ -12,6 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
+import logging
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -114,14 +118,48 @@ class Pass:
 
 
 @contextlib.contextmanager
-def unseen(device: torch.device) -> Iterator[None]:
-    """Without gradients; generators and switches are put back."""
-    switches = Switches.current()
+def unseen(device: torch.device, *, grad: bool = False) -> Iterator[None]:
+    """Run the user's code unnoticed: it prints, warns and logs nothing; generators and switches are put back.
+
+    Args:
+        grad: whether gradients may be taken in it.
+    """
+    switches, logging_level = Switches.current(), logging.root.manager.disable
+    out, err = _Silence(sys.stdout), _Silence(sys.stderr)
     try:
-        with torch.no_grad(), draws.preserved(device):
+        logging.disable(sys.maxsize)
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(),
+            draws.preserved(device),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(grad),
+        ):
+            warnings.simplefilter("ignore")
             yield
     finally:
+        logging.disable(logging_level)
         switches.apply(Switches.current())
+
+
+class _Silence(io.TextIOBase):
+    """Swallows what this thread writes; others go on writing to where they did."""
+
+    def __init__(self, beneath: Any) -> None:
+        self._beneath, self._thread = beneath, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() != self._thread:
+            self._beneath.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if threading.get_ident() != self._thread:
+            self._beneath.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._beneath, name)
 
 
 def output_of(whole: Whole, how: Pass) -> Any:
@@ -297,38 +335,41 @@ def _same(a: Any, b: Any) -> bool:
 # --- the blocks as they will be shipped -------------------------------------------------------------------------------
 
 
-def check(whole: Whole, shipped: Sequence[BlockShipment], expected: Any, how: Pass) -> tuple[Any, list[Profile]]:
+def check(whole: Whole, shipped: Sequence[BlockShipment], expected: Any, how: Pass) -> tuple[Any, list[Profile], str]:
     """Require that the shipped blocks, without the loss, give the bits of ``expected``; notes what each costs.
 
     Returns:
-        Their output, and one profile per block.
+        Their output, one profile per block, and what the user should be warned of.
 
     Raises:
         UsageError: they do not, or one failed on what the one before it returned.
     """
     profiles: list[Profile] = []
+    warning = ""
     try:
         value = _check(whole, shipped, expected, how, profiles)
     except _Unsteady as error:
-        warnings.warn(
+        warning = (
             f"jap: model {type(whole.model).__name__} gives another output each time it is run on one batch ({error}"
-            "), so that it cannot be compared with its blocks, and its numbers differ from run to run",
-            stacklevel=4,
+            "), so that it cannot be compared with its blocks, and its numbers differ from run to run"
         )
-        value = _compose(whole, shipped, how, None)
+        value = _compose(whole, shipped, how, profiles, count=False)
     for block, profile in zip(shipped, profiles, strict=False):
         block.cost = profile.cost
-    return value, profiles
+    return value, profiles, warning
 
 
 def _check(whole: Whole, shipped: Sequence[BlockShipment], expected: Any, how: Pass, profiles: list[Profile]) -> Any:
-    try:
-        value = _compose(whole, shipped, how, profiles)
+    difference = "?"
+    with contextlib.suppress(UsageError):
+        value = _compose(whole, shipped, how, profiles, count=True)
         difference = differing(expected, value)
-        if difference:  # perhaps only because operations were counted
-            value = _compose(whole, shipped, how, None)
-            difference = differing(expected, value)
-    except UsageError as error:
+    if not difference:
+        return value
+    try:  # perhaps that was only because operations were counted
+        value = _compose(whole, shipped, how, profiles, count=False)
+        difference = differing(expected, value)
+    except _Failed as error:
         _require_composition(whole, expected, how)
         difference, cause = str(error.__cause__), error.__cause__
     else:
@@ -362,7 +403,8 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(storage.nbytes() for place, storage in self._seen.items() if place not in self._parameters)
 
 
-def _compose(whole: Whole, shipped: Sequence[BlockShipment], how: Pass, profiles: list[Profile] | None) -> Any:
+def _compose(whole: Whole, shipped: Sequence[BlockShipment], how: Pass, profiles: list[Profile], *, count: bool) -> Any:
+    profiles.clear()
     value: Any = how.inputs()
     draws.reseed(_SEED, how.device)
     for block in shipped[: len(whole.blocks)]:
@@ -374,21 +416,22 @@ def _compose(whole: Whole, shipped: Sequence[BlockShipment], how: Pass, profiles
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(autocasting(how.autocast, how.device))
-                if profiles is not None:
+                if count:
                     stack.enter_context(storages)
                     stack.enter_context(flops)
                 value = call_block(call, block.number, trees.moved(value, world))
         except Exception as error:
             raise _failed(whole, block.number, describe(whole.blocks[block.number]), error) from error
-        if profiles is not None:
-            elements = sum(t.numel() for t in [*trees.tensors(value), *parameters.values()])
-            profiles.append(
-                Profile(
-                    cost=float(flops.get_total_flops()) + elements,
-                    activation_bytes=storages.nbytes(),
-                    output_bytes=sum(map(trees.nbytes, trees.tensors(value))),
-                )
+        trees.encode(value, f"what block {block.number} returns")  # wherever the cut will be
+        value = trees.cut_off(value)
+        elements = sum(t.numel() for t in [*trees.tensors(value), *parameters.values()])
+        profiles.append(
+            Profile(
+                cost=float(flops.get_total_flops()) + elements,
+                activation_bytes=storages.nbytes(),
+                output_bytes=sum(map(trees.nbytes, trees.tensors(value))),
             )
+        )
     return value
 
 
@@ -416,8 +459,12 @@ def _require_composition(whole: Whole, expected: Any, how: Pass) -> None:
         )
 
 
-def _failed(whole: Whole, number: int, name: str, error: Exception) -> UsageError:
-    return UsageError(
+class _Failed(UsageError):
+    """A block raised."""
+
+
+def _failed(whole: Whole, number: int, name: str, error: Exception) -> _Failed:
+    return _Failed(
         f"block {number} ({name}) failed on {'the batch' if number == 0 else 'the output of the block before it'}: "
         f"{type(error).__name__}: {error}; model {type(whole.model).__name__} does something between its blocks: "
         f"{HOW_TO_PASS}"

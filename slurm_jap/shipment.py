@@ -33,6 +33,8 @@ class Settings:
     clip_norm_type: float
     clip_value: float | None
     autocast: torch.dtype | None
+    differentiates: bool
+    """Whether the model takes gradients in its own forward, and needs them enabled in evaluation, too."""
     selfcheck: bool
     """Whether the first step is run twice (see ``selfcheck``)."""
     parameter_order: tuple[str, ...]

@@ -163,16 +163,62 @@ class _Block:
         self.parameters: dict[str, nn.Parameter]
         self.buffers: dict[str, Tensor]
         self.call, self.modules, self.parameters, self.buffers = loaded
-        modules = [module for _, module in self.modules]
+        self.every_module = [module for _, module in self.modules]
         if isinstance(self.call, nn.Module):
-            modules += list(self.call.modules())
+            self.every_module += list(self.call.modules())
         self.homes = {
             id(buffer): (module, place)
-            for module in reversed(modules)
+            for module in reversed(self.every_module)
             for place, buffer in module._buffers.items()
             if buffer is not None
         }
         """``id`` of each buffer as shipped -> the module and name that hold it."""
+
+
+class _ChangingBuffers:
+    """Buffers that forward changes in place.
+
+    One micro-batch's backward may need a buffer as it was in its own forward, when the next micro-batch's forward has
+    already run. Alone, backward always comes first. So such a buffer gets new memory before a forward that comes early.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        unique = {id(module): module for module in modules}
+        self._all = [(module, name) for module in unique.values() for name in module._buffers]
+        self._found: list[tuple[nn.Module, str]] = []
+        self._first: int | None = None
+        """Iteration in which they are looked for."""
+
+    def versions(self, iteration: int) -> list[tuple[nn.Module, str, Tensor, int]]:
+        """How buffers are before an action; empty after the first batch."""
+        if self._first is None:
+            self._first = iteration
+        if iteration != self._first:
+            return []
+        held = [(module, name, module._buffers[name]) for module, name in self._all]
+        return [(module, name, buffer, buffer._version) for module, name, buffer in held if buffer is not None]
+
+    def note(self, before: list[tuple[nn.Module, str, Tensor, int]]) -> None:
+        """Forward has run."""
+        for module, name, buffer, version in before:
+            here = (module, name)
+            if buffer._version != version and module._buffers[name] is buffer and here not in self._found:
+                self._found.append(here)
+
+    def changed(self, before: list[tuple[nn.Module, str, Tensor, int]]) -> str:
+        """The name of a buffer that is no longer what it was; empty if there is none."""
+        for module, name, buffer, version in before:
+            if buffer._version != version or module._buffers[name] is not buffer:
+                return f"{type(module).__name__}.{name}"
+        return ""
+
+    def part(self) -> None:
+        """Leave the memory of those found to whoever still needs it."""
+        copies: dict[int, Tensor] = {}
+        for module, name in self._found:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
 class MemberStage:
@@ -239,6 +285,7 @@ class MemberStage:
         if shipment.after_step is not None:
             self._after_step, self.after_step_result = place(*shipment.after_step)
         self._held: dict[int, _Held] = {}
+        self._changing = _ChangingBuffers([module for block in everything for module in block.every_module])
         self._modes: tuple[bool, ...] | None = None
         self._trainable: tuple[bool, ...] | None = None
         self._totals = microbatch.LossTotals()
@@ -332,13 +379,17 @@ class MemberStage:
             The tree for the next stage; None on the last.
         """
         inputs = _Inputs()
+        if self._held:
+            self._changing.part()
+        before = self._changing.versions(order.iteration)
         value = trees.to_device(tree, self.device)
         if not self.first:
             value = inputs.enter(value)
         value = self._run_blocks(value, order.iteration, number, draws.FORWARD)
+        self._changing.note(before)
         if not self.last:
             self._held[number] = _Held(inputs, [t if t.requires_grad else None for t in trees.tensors(value)])
-            return trees.tree_map(lambda leaf, _: _departing(leaf), value)
+            return trees.cut_off(value)
         scalar = self._forward_loss(order, number, value, trees.to_device(target, self.device))
         if self.watch is not None:
             self.watch("output", self._loss_block, [scalar])
@@ -361,6 +412,8 @@ class MemberStage:
                 if self._measurement is not None:
                     self._measurement.output(block.number, value)
                 self._meet_gradients(value, before, iteration, number, block.number)
+            elif self.settings.differentiates:
+                value = trees.cut_off(value)
         return value
 
     def _meet_gradients(self, value: Any, before: dict[int, Any], iteration: int, number: int, block: int) -> None:
@@ -442,6 +495,7 @@ class MemberStage:
             The same for the stage before it, one per tensor that this stage received.
         """
         held = self._held.pop(number)
+        before = self._changing.versions(order.iteration)
         measurement = self._measurement
         if measurement is not None:
             measurement.backward_begins(self._everything[-1].number)
@@ -462,6 +516,12 @@ class MemberStage:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
         if measurement is not None:
             measurement.backward_ends()
+        if len(order.sizes) > 1 and (changed := self._changing.changed(before)):
+            raise UsageError(
+                f"buffer {changed!r} is changed during backward (where checkpointing repeats a BatchNorm's forward, "
+                "for example), and forwards of later micro-batches may run before it or after it; change it in forward "
+                "or in after_step, or use microbatches=1"
+            )
         return held.inputs.gradients()
 
     @property
@@ -593,11 +653,11 @@ class MemberStage:
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, iteration: int, number: int, tree: Any, modes: tuple[bool, ...]) -> Any:
         """Run one micro-batch forward without gradients, in the given modes; the output tree."""
         self._set_modes(modes)
-        return self._run_blocks(trees.to_device(tree, self.device), iteration, number, draws.EVALUATION)
+        with torch.set_grad_enabled(self.settings.differentiates):
+            return self._run_blocks(trees.to_device(tree, self.device), iteration, number, draws.EVALUATION)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -756,12 +816,6 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _on_host(values: dict[Any, Any]) -> dict[Any, Any]:
     return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in values.items()}
-
-
-def _departing(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().requires_grad_(True) if leaf.requires_grad else leaf.detach()
-    return leaf
 
 
 def _norms(gradients: dict[str, Tensor], kind: float, device: torch.device) -> dict[str, Tensor]:

@@ -223,8 +223,11 @@ class _Unpickler(pickle.Unpickler):
         return shipping.class_of(pid)
 
 
-def encode(tree: Tree) -> tuple[bytes, list[Tensor]]:
+def encode(tree: Tree, what: str = "a batch, or what a block returned") -> tuple[bytes, list[Tensor]]:
     """A tree as bytes without its tensors, and the tensors.
+
+    Args:
+        what: what to call it in an error.
 
     Raises:
         UsageError: it holds something that cannot be pickled.
@@ -234,7 +237,7 @@ def encode(tree: Tree) -> tuple[bytes, list[Tensor]]:
     try:
         _Pickler(file, found).dump(tree)
     except (pickle.PicklingError, AttributeError, TypeError, ImportError):
-        data, found = shipping.dump(tree, "a batch, or what a block returned")
+        data, found = shipping.dump(tree, what)
         return _BY_VALUE + data, found
     return file.getvalue(), found
 
@@ -362,6 +365,23 @@ def settle(tree: Tree) -> Tree:
         return tensor
 
     return tree_map(own, tree)
+
+
+def cut_off(tree: Tree) -> Tree:
+    """The tree without the computation that led to it, as it is after the way to another process."""
+    return tree_map(lambda leaf, _: _cut_off(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(True) if tensor.requires_grad else tensor.detach()
+
+
+def differentiable(tree: Tree) -> Tree:
+    """The tree with tensors of numbers that gradients may be taken of."""
+    return tree_map(
+        lambda leaf, _: leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf,
+        tree,
+    )
 
 
 def cloned(tree: Tree) -> Tree:

@@ -577,6 +577,51 @@ def accuracy(output: Tensor, target: Tensor) -> dict[str, Any]:
     }
 
 
+class Scaled(nn.Module):
+    """Changes a buffer in place, then multiplies by it: the next micro-batch must not change what backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(0.7).add_(h.abs().mean(0), alpha=0.3)
+        return torch.tanh(h * self.scale)
+
+
+def buffers_changed_in_place() -> Any:
+    torch.manual_seed(33)
+    model = nn.Sequential(nn.Linear(6, 8), Scaled(), Scaled(), Scaled(), nn.Linear(8, 3))
+    return fit(model, Sgd(model.parameters()), CROSS_ENTROPY, rows(4), microbatches=4)
+
+
+class Energy(nn.Module):
+    """Takes a gradient in its own forward, as models of forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)
+        return force
+
+
+def gradients_in_forward() -> Any:
+    torch.manual_seed(34)
+    model = nn.Sequential(nn.Linear(6, 6), Energy(), nn.Linear(6, 6), Energy(), nn.Linear(6, 3))
+    held_out = [(x, y) for (x,), _, y in rows(2, batch=5, seed=9)]
+    return fit(
+        model, Sgd(model.parameters()), CROSS_ENTROPY, rows(3), clip_grad_norm=0.5,
+        after_batch=lambda trainer, number: [trainer.evaluate(held_out, accuracy), trainer.forward(held_out[0][0])],
+    )  # fmt: skip
+
+
 def parametrized() -> Any:
     torch.manual_seed(20)
     weight_norm, spectral = torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.parametrizations.spectral_norm
@@ -721,7 +766,8 @@ TREES = {
     for case in [
         trees_between_blocks, complex_numbers, sparse_tensors, own_types, weights_in_the_tree, functions_as_blocks,
         train_mode_only_parameters,
-        modules_with_state, parametrized, frozen_and_unused, mlp_with_dropout,
+        modules_with_state, buffers_changed_in_place, gradients_in_forward, parametrized, frozen_and_unused,
+        mlp_with_dropout,
     ]
 }  # fmt: skip
 GLOBALS = {

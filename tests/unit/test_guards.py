@@ -58,6 +58,14 @@ class Global(torch.optim.SGD):
         self.state["total"] = 0  # type: ignore[index]
 
 
+class Clipping(torch.optim.SGD):
+    """A norm over all parameters, within the optimizer."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
 def prepare(model: Any = None, optimizer: Any = None, loss: Any = None, **options: Any) -> Any:
     model = network() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
@@ -135,6 +143,10 @@ def test_optimizers_that_cannot_be_cut() -> None:
         UsageError, match=r"Global keeps state that belongs to no parameter \('total'\), .*; use an optimizer"
     ):
         prepare(model, Global(model.parameters()))
+    with pytest.raises(
+        UsageError, match=r"Clipping mixes parameters .*; use an optimizer that treats each .*clip_grad_norm"
+    ):
+        prepare(model, Clipping(model.parameters(), lr=0.1))
     optimizer.register_step_post_hook(lambda *args: None)
     with pytest.raises(
         UsageError, match=r"step hooks \(_optimizer_step_post_hooks\), .*; use after_step=\.\.\. of prepare"
@@ -153,6 +165,11 @@ def test_hooks_that_cannot_travel() -> None:
             prepare()
     finally:
         handle.remove()
+
+
+def test_compiled_models() -> None:
+    with pytest.raises(UsageError, match=r"the model is compiled \(torch\.compile\), .*; pass the plain module"):
+        prepare(torch.compile(network()))
 
 
 def test_parameters_that_are_not_there_yet() -> None:
@@ -205,6 +222,7 @@ def left() -> Iterator[tuple[nn.Sequential, torch.optim.Optimizer, Any]]:
         yield model, optimizer, made
 
 
+NO_VALUES = r"of a parameter or buffer: .*call trainer\.state_dict\(\) for values, clip with clip_grad_norm=\.\.\."
 USES: dict[str, tuple[Any, str]] = {
     "model(x)": (lambda m, o: m(X), r"call trainer\.forward\(\.\.\.\) for its output"),
     "part(x)": (lambda m, o: m[0](X), r"trainer\.step\(\.\.\.\) to train"),
@@ -215,6 +233,14 @@ USES: dict[str, tuple[Any, str]] = {
     "part.load": (lambda m, o: m[0].load_state_dict({}), r"load the whole model with trainer\.load_state_dict"),
     "strict": (lambda m, o: m.load_state_dict({}, strict=False), r"load_state_dict\(strict=False\).*no such argument"),
     "prefix": (lambda m, o: m.state_dict(prefix="a."), r"state_dict\(prefix\).*call trainer\.state_dict\(\)"),
+    "p.sum()": (lambda m, o: m[0].weight.sum(), r"^sum " + NO_VALUES),
+    "p.item()": (lambda m, o: m[0].bias[0].item(), NO_VALUES),
+    "p * 2": (lambda m, o: m[0].bias * 2, NO_VALUES),
+    "p.data": (lambda m, o: m[0].weight.data, r"^data " + NO_VALUES),
+    "p.grad": (lambda m, o: m[0].weight.grad, r"^grad " + NO_VALUES),
+    "clip": (lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), 1.0), r"^grad " + NO_VALUES),
+    "init": (lambda m, o: nn.init.zeros_(m[0].weight), NO_VALUES),
+    "torch.save(p)": (lambda m, o: torch.save(m[0].weight, io.BytesIO()), r"save trainer\.state_dict\(\)"),
     "optimizer.step": (lambda m, o: o.step(), r"call trainer\.step\(x, target=y\) instead"),
     "state[p]": (lambda m, o: o.state[m[0].weight], r"handed over .*call trainer\.optimizer_state_dict"),
     "state.items": (lambda m, o: list(o.state.items()), r"call trainer\.optimizer_state_dict"),
@@ -237,8 +263,6 @@ def test_nothing_stale_can_be_read(left: Any) -> None:
     model, optimizer, trainer = left
     assert all(p.is_meta for p in model.parameters())
     assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        float(model[0].weight.detach().sum())
     state = model.state_dict()
     assert not any(value.is_meta for value in state.values())
     for name, value in trainer.state_dict().items():
@@ -247,6 +271,13 @@ def test_nothing_stale_can_be_read(left: Any) -> None:
     assert list(optimizer.state_dict()["state"]) == [0, 1, 2, 3]
     assert repr(optimizer).startswith("SGD (")
     optimizer.zero_grad()
+    model.zero_grad()
+    weight = model[0].weight
+    assert (weight.shape, weight.numel(), weight.dtype, weight.dim()) == ((8, 6), 48, torch.float32, 2)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 83
+    assert isinstance(weight, nn.Parameter)
+    assert repr(weight).endswith("<handed over to the trainer>")
+    assert "Linear(in_features=6" in repr(model)
 
 
 def test_states_can_be_loaded_as_ever(left: Any) -> None:

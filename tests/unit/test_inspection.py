@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +15,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import slurm_jap as jap
 from slurm_jap.blocks import find_blocks
@@ -325,6 +329,98 @@ def test_looking_changes_neither_model_nor_batch_nor_generators() -> None:
     assert streams[2] == str(numpy.random.get_state())
     assert torch.get_default_dtype() is torch.float32
     assert torch.get_num_threads() == threads
+
+
+def test_looking_is_silent(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    class Talks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            print("forward", len(x))
+            print("forward", file=sys.stderr)
+            logging.getLogger("talks").warning("forward")
+            warnings.warn("forward", stacklevel=1)
+            return x
+
+    with pytest.warns(UserWarning, match="forward") as caught:
+        first_step(nn.Sequential(nn.Linear(6, 8), Talks(), nn.Linear(8, 3)))
+    out, err = capfd.readouterr()
+    assert out == "forward 2\n" * 2, "once per micro-batch, as in training"
+    assert err == "forward\n" * 2
+    assert len(caplog.records) == 2
+    assert {str(w.message) for w in caught} == {"forward"}
+    assert logging.root.manager.disable == logging.NOTSET
+
+
+class _Grown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
+        ctx.buffer = buffer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.buffer.add_(1)
+        return grad, None
+
+
+class GrowsInBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Grown.apply(x, self.count) + self.count
+
+
+class NormsAgain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("middle", [GrowsInBackward, NormsAgain])
+@pytest.mark.filterwarnings("ignore:jap. BatchNorm")
+def test_a_buffer_that_changes_in_backward_needs_one_micro_batch(middle: type[nn.Module]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), middle(), nn.Linear(8, 3))
+
+    with pytest.raises(UsageError, match=r"buffer '\w+\.\w+' is changed during backward .*or use microbatches=1"):
+        first_step(build())
+    first_step(build(), microbatches=1)
+
+
+class ForceAcrossBlocks(Net):
+    """Takes in its second block the gradient with respect to what went into the first."""
+
+    def first(self, x: Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        return x, self.a(x)
+
+    def second(self, both: Any) -> Any:
+        x, h = both
+        (force,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+        return force[:, :3]
+
+
+def test_gradients_across_blocks_are_refused() -> None:
+    model = ForceAcrossBlocks()
+    with pytest.raises(UsageError, match=r"(?s)work together, but not each by itself: .*differentiated"):
+        first_step(model, [model.first, model.second])
+
+
+def test_a_block_must_return_what_can_be_sent() -> None:
+    class Locked(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, threading.Lock()
+
+    class First(nn.Module):
+        def forward(self, both: Any) -> Tensor:
+            return both[0]
+
+    with pytest.raises(UsageError, match=r"what block 1 returns cannot be sent to the engine: TypeError"):
+        first_step(nn.Sequential(nn.Linear(6, 3), Locked(), First()))
 
 
 def test_a_model_that_is_never_the_same_warns() -> None:
