@@ -76,7 +76,8 @@ class _Forked:
         self.pid: int = self._process.pid
 
     async def wait(self) -> Ended:
-        await asyncio.to_thread(self._process.join)
+        while self._process.exitcode is None:  # a thread for each would exhaust the loop's few
+            await asyncio.sleep(0.02)
         code = exit_code_of(self._process.exitcode or 0)
         return Ended(code=code, state=state_of(code))
 
