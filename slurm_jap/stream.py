@@ -68,8 +68,8 @@ RELAXATIONS = 10
 """As many looks at a node take the time of one simulated action."""
 QUICK = 200_000
 """Work of about half a second of one core: for comparing plans."""
-THOROUGH = 1_600_000
-"""Work of a few seconds: for the schedule that an array then follows for hours."""
+THOROUGH = 4_000_000
+"""Work of five seconds or so: for the schedule that an array then follows for hours."""
 
 
 def stream(problem: Problem, *, work: int = QUICK, seed: int = 0) -> Solution:
