@@ -845,8 +845,10 @@ def prepare(
             "microbatches=1 gives whole-batch statistics",
             stacklevel=2,
         )
-    names = {id(p): name for name, p in named_parameters(model, loss_fn).items()}
+    parameters = named_parameters(model, loss_fn)
+    names = {id(p): name for name, p in parameters.items()}
     guards.check_ownership(optimizer, names)
+    guards.check_memory(parameters, named_buffers(model, loss_fn))
     parts = take_apart(optimizer, names)
     with inspection.unseen(torch.device("cpu")):
         separable.check(optimizer)

@@ -85,6 +85,36 @@ def check_ownership(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
                 )
 
 
+def check_memory(parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
+    """Require that no parameter lies in the memory of another, or of a buffer, and that no gradient is pending.
+
+    Raises:
+        UsageError: one does; each stage would get memory of its own, and what was one would become two.
+    """
+    ranges: list[tuple[Any, int, int, str]] = []
+    for name, tensor in [*parameters.items(), *buffers.items()]:
+        if name in parameters and tensor.grad is not None and bool(tensor.grad.any()):
+            raise UsageError(
+                f"parameter {name!r} has a gradient already, which would be lost; call optimizer.zero_grad() before "
+                "prepare"
+            )
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
+            begin = tensor.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((str(tensor.device), begin, begin + (last + 1) * tensor.element_size(), name))
+    reach: dict[tuple[str, bool], tuple[int, str]] = {}
+    for device, begin, end, name in sorted(ranges):
+        for other_is_parameter in (True, False):
+            other_end, other = reach.get((device, other_is_parameter), (begin, ""))
+            if begin < other_end and (name in parameters or other_is_parameter):
+                raise UsageError(
+                    f"{other!r} and {name!r} lie in the same memory, but are two tensors, and would come apart; make "
+                    "them one (module.weight = other.weight, not .data), or clone one of them"
+                )
+        key = (device, name in parameters)
+        reach[key] = max(reach.get(key, (0, "")), (end, name))
+
+
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Every group's values without its parameters; tensors are copied, for schedulers change them in place."""
     return [

@@ -20,6 +20,7 @@ import torch
 from company import check, fit, rows
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.engine
@@ -449,6 +450,58 @@ def sparse_tensors() -> Any:
     return fit(model, Sgd(model.parameters()), CROSS_ENTROPY, data, microbatches=1)
 
 
+# --- further layers of torch ------------------------------------------------------------------------------------------
+
+
+def older_norms() -> Any:
+    """Weights that hooks compute anew before each forward."""
+    torch.manual_seed(41)
+    weight_norm, spectral_norm = torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm
+    middle = prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layers = [weight_norm(nn.Linear(6, 8)), nn.ReLU(), spectral_norm(nn.Linear(8, 8)), middle, nn.Linear(8, 3)]
+    model = nn.Sequential(*layers)
+    return fit(model, Sgd(model.parameters()), CROSS_ENTROPY, rows(3))
+
+
+class CausalAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        dropout = 0.1 if self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def attention() -> Any:
+    torch.manual_seed(42)
+    model = nn.Sequential(
+        Embedding(11, 5, 8), CausalAttention(), CausalAttention(), CausalAttention(), nn.Linear(8, 11)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return fit(model, optimizer, token_loss, tokens(3), autocast=torch.bfloat16)
+
+
+def bfloat16_parameters() -> Any:
+    torch.manual_seed(43)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3)).bfloat16()
+    data = [((x.bfloat16(),), {}, y) for (x,), _, y in rows(3)]
+    return fit(model, torch.optim.AdamW(model.parameters(), lr=0.01), CROSS_ENTROPY, data, clip_grad_norm=0.1)
+
+
+def signals() -> Any:
+    torch.manual_seed(44)
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1), nn.ConvTranspose1d(4, 4, 2, stride=2), nn.Upsample(scale_factor=2), nn.PReLU(4),
+        nn.AdaptiveAvgPool1d(4), nn.Dropout1d(0.2), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+    return fit(model, torch.optim.Adagrad(model.parameters(), lr=0.01), CROSS_ENTROPY, rows(3, shape=(2, 6)))
+
+
 # --- blocks that are no modules ---------------------------------------------------------------------------------------
 
 
@@ -759,6 +812,7 @@ MODELS = {
     for case in [
         mlp_with_dropout, draws_in_backward, checkpointing, in_place_first_operations, not_a_number, convolutions,
         frozen_statistics, transformer, tied_weights, tied_three_times, bfloat16_autocast, recurrent, sparse_gradients,
+        older_norms, attention, bfloat16_parameters, signals,
     ]
 }  # fmt: skip
 TREES = {

@@ -167,6 +167,40 @@ def test_hooks_that_cannot_travel() -> None:
         handle.remove()
 
 
+def test_one_memory_under_two_parameters() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[2].weight = nn.Parameter(model[0].weight.data[:3])
+    with pytest.raises(UsageError, match=r"'\d\.weight' and '\d\.weight' lie in the same memory, .*; make them one"):
+        prepare(model)
+    model = network()
+    model.register_buffer("view", model[0].weight.detach())
+    with pytest.raises(UsageError, match=r"lie in the same memory"):
+        prepare(model)
+    model = network()
+    model.register_buffer("all", big := torch.randn(100))
+    model.register_buffer("inside", big[:3])
+    model.register_buffer("alone", torch.randn(3))
+    model.constant = nn.Parameter(big[50:60], requires_grad=False)
+    with pytest.raises(UsageError, match=r"'all' and 'constant' lie in the same memory"):
+        prepare(model)
+    flat = torch.randn(90)
+    model = network()
+    model[0].weight = nn.Parameter(flat[:48].view(8, 6))
+    model[2].weight = nn.Parameter(flat[48:72].view(3, 8))
+    prepare(model).close()  # side by side is fine
+
+
+def test_pending_gradients() -> None:
+    model = network()
+    model(X).sum().backward()
+    with pytest.raises(
+        UsageError, match=r"parameter '0\.weight' has a gradient already, .*; call optimizer\.zero_grad\(\)"
+    ):
+        prepare(model)
+    model.zero_grad(set_to_none=False)
+    prepare(model).close()
+
+
 def test_compiled_models() -> None:
     with pytest.raises(UsageError, match=r"the model is compiled \(torch\.compile\), .*; pass the plain module"):
         prepare(torch.compile(network()))
